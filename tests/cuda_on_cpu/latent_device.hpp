@@ -8,3 +8,4 @@ DEV uint4 load_rows(const void* from) {
   if ((u64)from % 16) fail("alignment of a load");
   return *(const uint4*)from;
 }
+DEV u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }

@@ -30,7 +30,7 @@ def make_q(num_tokens, num_heads, dtype, device):
     return wide[:, 1:, :128]
 
 
-def score(q, weights, pool, scales, tables, seq_ids, visible, max_entries, config=kernel.LAUNCH):
+def score(q, weights, pool, scales, tables, seq_ids, visible, max_entries, config=None):
     """Scores of the kernel and the best of each 16; NaN where it wrote nothing."""
     scores = torch.full((q.shape[0] + 2, max_entries), float("nan"), device=q.device)
     bests = torch.full((q.shape[0] + 2, -(-max_entries // 16)), float("nan"), device=q.device)
@@ -59,7 +59,7 @@ def check(scores, bests, q, weights, keys, seq_ids, visible):
 
 @pytest.mark.parametrize(
     ("num_heads", "dtype", "config"),
-    [(64, torch.bfloat16, (2, 2)), (20, torch.float32, (1, 4)), (5, torch.float16, (2, 2))],
+    [(64, torch.bfloat16, (4, 1)), (20, torch.float32, (1, 4)), (5, torch.float16, (2, 2))],
     ids=str,
 )
 def test_scores_match_the_oracle(num_heads, dtype, config, anywhere):

@@ -24,7 +24,8 @@ def select(scores, visible, topk, config=None):
     seen = torch.arange(scores.shape[1], device=scores.device) < visible[:, None]
     padded = torch.where(seen, scores, float("-inf"))
     padded = torch.nn.functional.pad(padded, (0, -scores.shape[1] % 16), value=float("-inf"))
-    bests = padded.view(num_tokens, -1, 16).amax(2)
+    bests = kernel.make_bests(num_tokens, scores.shape[1], scores.device)
+    bests[:] = padded.view(num_tokens, -1, 16).amax(2)
     kernel.launch_indexer_select(scores, bests, visible, out[1:-1, :topk], config)
     assert out[[0, -1]].eq(7).all()
     assert out[:, topk:].eq(7).all()

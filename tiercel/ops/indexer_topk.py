@@ -139,7 +139,7 @@ def _launch(
     size = max(1, torch_ops.WORKSPACE_BYTES // (4 * (max_entries + sum(counts))))
     size = min(size, q.shape[0], _KERNEL_MOST_TOKENS)
     scores = torch.empty((size, max_entries), dtype=torch.float32, device=q.device)
-    bests = scores.new_empty((size, -(-max_entries // by_ctas.GROUP) if has_groups else 0))
+    bests = by_ctas.make_bests(size if has_groups else 0, max_entries, q.device)
     candidates = [torch.empty((size, n), dtype=torch.int32, device=q.device) for n in counts]
     visible = visible.contiguous()
     for start in range(0, q.shape[0], size):

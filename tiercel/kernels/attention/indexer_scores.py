@@ -14,13 +14,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from tiercel.kernels.attention.sparse_attention_parts import division
 from tiercel.kernels.runtime import rtc
 
 CAPABILITY: Final = (9, 0)  # wgmma
 HEADS, HEAD_DIM, KEYS = 64, 128, 64  # most heads; channels; keys of a tile
 MOST_TOKENS: Final = 64
 _ALIGNMENT: Final = 16  # bytes, of rows
-LAUNCH: Final = (2, 2)  # warpgroups of a CTA, CTAs of an SM
+# Warpgroups of a CTA, CTAs of an SM: queries are arranged once a CTA, but a short row has few.
+LAUNCHES: Final = ((2, 2), (4, 1))
+_FEW_SCORES: Final = 16384
 _QUERIES: Final = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 _CHUNK: Final = HEADS * 128
 
@@ -50,13 +53,23 @@ class _Work(ctypes.Structure):
                 *("block", "entry", "scale_block", "scale_entry"),
             )
         ),
-        *((name, ctypes.c_int) for name in ("heads", "max_entries", "table_stride", "per_block")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("heads", "max_entries", "best_stride", "table_stride", "per_block")
+        ),
+        ("magic", ctypes.c_uint32),
+        ("shift", ctypes.c_uint32),
         ("factor", ctypes.c_float),
     )
 
 
+def select_indexer_scores(num_tokens: int, max_entries: int) -> tuple[int, int]:
+    """Warpgroups of a CTA, CTAs of an SM. Pure."""
+    return LAUNCHES[num_tokens * max_entries >= _FEW_SCORES]
+
+
 def scores_source(
-    dtype: torch.dtype, *, is_long: bool, config: tuple[int, int] = LAUNCH
+    dtype: torch.dtype, *, is_long: bool, config: tuple[int, int] = LAUNCHES[0]
 ) -> rtc.KernelSource:
     """The kernel as built for one kind of call; `is_long`: `visible` is int64."""
     macros = (
@@ -99,7 +112,7 @@ def launch_indexer_scores(
     visible: Tensor,
     scores: Tensor,
     bests: Tensor,
-    config: tuple[int, int] = LAUNCH,
+    config: tuple[int, int] | None = None,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
 
@@ -110,6 +123,7 @@ def launch_indexer_scores(
     max_entries = scores.shape[1]
     if num_tokens == 0 or max_entries == 0:
         return
+    config = config or select_indexer_scores(num_tokens, max_entries)
     source = scores_source(q.dtype, is_long=visible.dtype == torch.int64, config=config)
     terms = 1 if q.dtype == torch.bfloat16 else 2
     kernel = rtc.load_kernel(source, q.device, 2 * terms * _CHUNK)
@@ -124,8 +138,10 @@ def launch_indexer_scores(
         *scales.stride()[:2],
         num_heads,
         max_entries,
+        bests.stride(0),
         block_tables.stride(0),
         keys.shape[1],
+        *division(keys.shape[1]),
         (num_heads * head_dim) ** -0.5,
     )
     wgs, ctas = config

@@ -81,6 +81,13 @@ def select_refusal(num_tokens: int, max_entries: int, device: torch.device) -> s
     return ""
 
 
+def make_bests(num_tokens: int, max_entries: int, device: torch.device) -> Tensor:
+    """Uninitialised (T, max_entries / GROUP, rounded up) float32; four may be read at once."""
+    room = -(-max_entries // (4 * GROUP)) * 4
+    bests = torch.empty((num_tokens, room), dtype=torch.float32, device=device)
+    return bests[:, : -(-max_entries // GROUP)]
+
+
 def launch_indexer_select(
     scores: Tensor,
     bests: Tensor,
@@ -92,8 +99,8 @@ def launch_indexer_select(
 
     Args:
         scores: (T, max_entries) float32, contiguous.
-        bests: (T, max_entries / GROUP, rounded up) float32, contiguous: the best visible score of
-            each GROUP; read where a token sees more than `MOST_HELD`.
+        bests: (T, max_entries / GROUP, rounded up) float32, the best visible score of each GROUP,
+            as `make_bests` allocates them; read where a token sees more than `MOST_HELD`.
         visible: (T,) int32 or int64, contiguous.
         out: (T, topk) int32, inner stride 1.
         config: None for that of `select_indexer_select`.
@@ -103,7 +110,7 @@ def launch_indexer_select(
         return
     config = config or select_indexer_select(max_entries)
     source = select_source(config, is_long=visible.dtype == torch.int64)
-    numbers = (max_entries, out.shape[1], out.stride(0))
+    numbers = (max_entries, bests.stride(0), out.shape[1], out.stride(0))
     rtc.launch(
         rtc.load_kernel(source, scores.device, smem_bytes(config)),
         1,

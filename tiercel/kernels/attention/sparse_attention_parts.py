@@ -34,6 +34,8 @@ class Part(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("num_keys", "list_stride", "table_stride", "per_block")
         ),
+        ("magic", ctypes.c_uint32),
+        ("shift", ctypes.c_uint32),
     )
 
 
@@ -50,7 +52,17 @@ def _argument(part: KeyPart) -> Part:
         *part.strides(),
         *part.numbers(),
         part.cache.shape[1],
+        *division(part.cache.shape[1]),
     )
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """Factor and shift: n // divisor is the high word of n * factor >> shift, for n < 2**31.
+
+    The factor is 0 for a divisor of 1.
+    """
+    bits = (divisor - 1).bit_length()
+    return ((1 << 31 + bits) // divisor + 1, bits - 1) if divisor > 1 else (0, 0)
 
 
 def list_kinds(parts: Sequence[KeyPart]) -> tuple[tuple[int, bool], ...]:

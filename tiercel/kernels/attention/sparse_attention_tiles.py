@@ -41,7 +41,7 @@ _NOTE: Final = 544
 _CLUSTERS: Final = ((16, 8), (64, 2))
 _THREADS: Final = 512
 _RESCALE_LOG2: Final = 8.0  # a maximum that grew by less keeps the scale of sums
-SMEM_BYTES: Final = 3 * 8 * _CHUNK + 2 * _CHUNK + 2 * _NOTE + 512 + 64
+SMEM_BYTES: Final = (8 + 9 * 2 + 2) * _CHUNK + 2 * _NOTE + 512 + 168
 
 
 class _Work(ctypes.Structure):

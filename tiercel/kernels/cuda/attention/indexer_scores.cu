@@ -25,7 +25,7 @@
 
 struct Work {
   float* scores;        // (tokens, max_entries)
-  float* bests;         // (tokens, max_entries / 16, rounded up): the best of each 16 scores
+  float* bests;         // (tokens, best_stride): the best of each 16 scores
   const u8* q;          // (tokens, heads, D)
   const u8 *keys, *scales;
   const int* tables;    // (rows, columns)
@@ -34,25 +34,27 @@ struct Work {
   const float* weights; // (tokens, heads)
   i64 q_token_bytes, q_head_bytes, weight_stride, weight_head_stride;
   i64 block_bytes, entry_bytes, scale_block_bytes, scale_entry_bytes;
-  int heads, max_entries, table_stride, per_block;
+  int heads, max_entries, best_stride, table_stride, per_block;
+  u32 magic, shift;     // n / per_block is the high word of n x magic, >> shift; magic 0: n
   float factor;
 };
 
-// 8 channels as pairs (n, n + 4) of bfloat16, n = 0 to 3; and what is missing of them.
-DEV void split(const u8* from, u32 (&high)[4], u32 (&low)[4]) {
+// 8 channels of a query as they are in memory, and as pairs (n, n + 4) of bfloat16, n = 0 to 3; low: what
+// is missing of those.
+struct Channels { uint4 words[QUERY == 1 ? 2 : 1]; };
+DEV void split(const Channels& x, u32 (&high)[4], u32 (&low)[4]) {
+  const uint4 a = x.words[0];
 #if QUERY == 0
-  const uint4 x = load_rows(from);  // channels 0 1, 2 3, 4 5, 6 7
-  high[0] = __byte_perm(x.x, x.z, 0x5410), high[1] = __byte_perm(x.x, x.z, 0x7632);
-  high[2] = __byte_perm(x.y, x.w, 0x5410), high[3] = __byte_perm(x.y, x.w, 0x7632);
+  high[0] = __byte_perm(a.x, a.z, 0x5410), high[1] = __byte_perm(a.x, a.z, 0x7632);
+  high[2] = __byte_perm(a.y, a.w, 0x5410), high[3] = __byte_perm(a.y, a.w, 0x7632);
 #else
   float v[8];
 #if QUERY == 1
-  const uint4 a = load_rows(from), b = load_rows(from + 16);
+  const uint4 b = x.words[1];
   const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
   for (int n = 0; n < 8; ++n) v[n] = __uint_as_float(words[n]);
 #else
-  const uint4 a = load_rows(from);
   const u32 words[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
   for (int n = 0; n < 4; ++n) unpack_fp16(words[n], v[2 * n], v[2 * n + 1]);
@@ -65,25 +67,39 @@ DEV void split(const u8* from, u32 (&high)[4], u32 (&low)[4]) {
   }
 #endif
 }
-// Queries of a token to shared memory, in the order of products.
-DEV void arrange_queries(const Work& w, u32 base, int token) {
-  for (int i = threadIdx.x; i < HEADS * D / 8; i += NTHR) {
-    const int head = i / (D / 8), quad = i / 4 % 4, word = i % 4;
-    u32 high[4] = {}, low[4] = {};
-    if (head < w.heads)
-      split(w.q + token * w.q_token_bytes + head * w.q_head_bytes +
-                (QUERY == 1 ? 4 : 2) * (32 * quad + 8 * word),
-            high, low);
+// Queries of a token, each thread's part of them.
+struct Queries {
+  static constexpr int OWN = HEADS * D / 8 / NTHR;
+  Channels own[OWN];
+  DEV void load(const Work& w, int token) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int step = 2 * word + n / 2;  // the product of 16 channels
-      const int column = 16 * (step % 4) + 8 * (n % 2) + 2 * quad;
-      const u32 at = base + step / 4 * CHUNK + 128 * head + (2 * column ^ (head & 7) << 4);
-      store_word(at, high[n]);
-      if (TERMS == 2) store_word(at + 2 * CHUNK, low[n]);
+    for (int n = 0; n < OWN; ++n) {
+      const int i = n * NTHR + threadIdx.x, head = i / (D / 8);
+      const u8* from = w.q + token * w.q_token_bytes + head * w.q_head_bytes +
+                       (QUERY == 1 ? 4 : 2) * 8 * (i % (D / 8));
+#pragma unroll
+      for (int half = 0; half < (QUERY == 1 ? 2 : 1); ++half)
+        own[n].words[half] = head < w.heads ? load_rows(from + 16 * half) : make_uint4(0, 0, 0, 0);
     }
   }
-}
+  // To shared memory, in the order of products.
+  DEV void store(u32 base) const {
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) {
+      const int i = k * NTHR + threadIdx.x, head = i / (D / 8), quad = i / 4 % 4, word = i % 4;
+      u32 high[4], low[4];
+      split(own[k], high, low);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int step = 2 * word + n / 2;  // the product of 16 channels
+        const int column = 16 * (step % 4) + 8 * (n % 2) + 2 * quad;
+        const u32 at = base + step / 4 * CHUNK + 128 * head + (2 * column ^ (head & 7) << 4);
+        store_word(at, high[n]);
+        if (TERMS == 2) store_word(at + 2 * CHUNK, low[n]);
+      }
+    }
+  }
+};
 struct Key { uint4 codes; u32 scale; };
 // Of 8 codes E2M1 pair k, times 2^-126.
 DEV u32 pair_of_codes(u32 word, int k) {
@@ -107,12 +123,15 @@ DEV void decode(const Key& key, u32 (&pairs)[16]) {
     for (int i = 0; i < 16; ++i) pairs[i] = multiply_pairs(pairs[i], rest);
   }
 }
+DEV u32 column_of(const Work& w, int entry) {
+  return w.magic ? __umulhi((u32)entry, w.magic) >> w.shift : (u32)entry;
+}
 DEV int block_of(const Work& w, const int* table, int entry, int seen) {
-  return entry < seen ? table[(u32)entry / (u32)w.per_block] : 0;
+  return entry < seen ? table[column_of(w, entry)] : 0;
 }
 DEV Key load_key(const Work& w, int block, int entry, int seen, int quad) {
   if (entry >= seen) return {make_uint4(0, 0, 0, 0), 127};
-  const i64 index = (u32)entry % (u32)w.per_block;
+  const i64 index = (u32)entry - column_of(w, entry) * w.per_block;
   return {load_rows(w.keys + block * w.block_bytes + index * w.entry_bytes + 16 * quad),
           w.scales[block * w.scale_block_bytes + index * w.scale_entry_bytes + quad]};
 }
@@ -123,38 +142,41 @@ extern "C" __global__ void __launch_bounds__(NTHR, CTAS) indexer_scores(const __
   const int tid = threadIdx.x, lane = tid & 31, quad = lane & 3, token = blockIdx.y;
   const int wg = uni(tid >> 7), row = 16 * (tid >> 5 & 3) + (lane >> 2);
   wait_for_predecessor();
+  // What depends on nothing is loaded first, then what waits for it: rows, blocks, keys.
   const i64 wanted =
       LONG_VISIBLE ? ((const i64*)w.visible)[token] : (i64)((const int*)w.visible)[token];
+  const int* table = w.tables + w.rows[token] * w.table_stride;
+  Queries held;
+  held.load(w, token);
+  float weights[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int head = 8 * (i / 2) + 2 * quad + i % 2;
+    weights[i] = head < w.heads ? w.weights[token * w.weight_stride + head * w.weight_head_stride] : 0.f;
+  }
   const int seen = (int)(wanted < w.max_entries ? wanted : w.max_entries);
   const int tiles = uni((max(seen, 0) + KEYS - 1) / KEYS), step = gridDim.x * WGS;
   if ((int)blockIdx.x * WGS >= tiles) return;
-  const int* table = w.tables + w.rows[token] * w.table_stride;
   int tile = blockIdx.x * WGS + wg;
   // Two tiles ahead: blocks; one: keys.
   int blocks[2];
   Key keys[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) blocks[h] = block_of(w, table, KEYS * tile + row + 8 * h, seen);
+  held.store(base);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int entry = KEYS * tile + row + 8 * h;
     keys[h] = load_key(w, blocks[h], entry, seen, quad);
     blocks[h] = block_of(w, table, entry + KEYS * step, seen);
   }
-  float weights[16];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int head = 8 * (i / 2) + 2 * quad + i % 2;
-    weights[i] = head < w.heads
-                     ? w.weights[token * w.weight_stride + head * w.weight_head_stride] * w.factor
-                     : 0.f;
-  }
-  arrange_queries(w, base, token);
+  for (int i = 0; i < 16; ++i) weights[i] *= w.factor;
   fence_writes();
   __syncthreads();
   const u32 queries = uniform(mdesc(base, 16));
   float* to = w.scores + (i64)token * w.max_entries;
-  float* bests = w.bests + (i64)token * ((w.max_entries + 15) / 16);
+  float* bests = w.bests + (i64)token * w.best_stride;
   for (; tile < tiles; tile += step) {
     const int entry = KEYS * tile + row;
     u32 a[2][16];

@@ -39,7 +39,7 @@
 #define REST_AT (SUMS_AT + 4 * 33)
 #define COUNT_AT (SUMS_AT + 4 * 34)
 #define COUNTER_AT (SUMS_AT + 4 * 36)
-#define BATCH 8  // loads in flight
+#define BATCH 12  // loads in flight
 
 // Sum of all values of a warp up to this lane's.
 DEV u32 scan_warp(u32 x) {
@@ -114,55 +114,85 @@ template <int PASSES> DEV Bound find_bound(const Set& set, u32 wanted, u32 base)
 DEV void clear_words(u32 at, int count) {
   for (int i = threadIdx.x; i < count; i += CTA_THREADS) store_word(at + 4 * i, 0);
 }
-// A place at the end of a list for each lane that has something.
-DEV int append(u32 counter, bool has) {
+// Places at the end of a list for what a lane has: one of each `has`, -1 for none.
+template <int N> DEV void append(u32 counter, const bool (&has)[N], int (&places)[N]) {
   const int lane = threadIdx.x & 31;
-  const u32 lanes = __ballot_sync(~0u, has);
-  u32 first = 0;
-  if (lane == 0 && lanes) first = take_shared(counter, __popc(lanes));
-  return __shfl_sync(~0u, first, 0) + __popc(lanes & ((1u << lane) - 1));
+  int total = 0;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const u32 lanes = __ballot_sync(~0u, has[n]);
+    places[n] = has[n] ? total + __popc(lanes & ((1u << lane) - 1)) : -1;
+    total += __popc(lanes);
+  }
+  if (total == 0) return;
+  const int first = __shfl_sync(~0u, lane == 0 ? take_shared(counter, total) : 0, 0);
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+    if (has[n]) places[n] += first;
 }
 // Candidates among more than CAPACITY scores; all scores if they are too many.
 DEV Set find_candidates(const float* row, const float* best, int seen, int topk, u32 base) {
-  const int tid = threadIdx.x;
-  const int log2_join = seen <= 16 * GROUPS ? 0 : seen <= 32 * GROUPS ? 1 : 2;  // groups of 16
-  const int size = 16 << log2_join, count = (seen + size - 1) / size, parts = (seen + 15) / 16;
-  for (int i = tid; i < count; i += CTA_THREADS) {
-    u32 most = 0;
-    for (int part = i << log2_join; part < min((i + 1) << log2_join, parts); ++part)
-      most = max(most, ordered(best[part]));
-    store_word(base + BEST_AT + 4 * i, most);
+  const int tid = threadIdx.x, parts = (seen + 15) / 16;
+  // Groups of 16 scores, or of 64: the bests of those are four side by side.
+  const bool is_joined = seen > 16 * GROUPS;
+  const int log2_size = is_joined ? 6 : 4, count = (seen + (1 << log2_size) - 1) >> log2_size;
+  constexpr int OWN = GROUPS / CTA_THREADS;
+  u32 mosts[OWN];
+#pragma unroll
+  for (int n = 0; n < OWN; ++n) {
+    const int i = n * CTA_THREADS + tid;
+    mosts[n] = 0;
+    if (i >= count) continue;
+    if (!is_joined) {
+      mosts[n] = ordered(best[i]);
+      continue;
+    }
+    const float4 x = *(const float4*)(best + 4 * i);
+    const float four[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (4 * i + k < parts) mosts[n] = max(mosts[n], ordered(four[k]));
   }
+#pragma unroll
+  for (int n = 0; n < OWN; ++n)
+    if (n * CTA_THREADS + tid < count) store_word(base + BEST_AT + 4 * (n * CTA_THREADS + tid), mosts[n]);
   __syncthreads();
   const u32 least = count > topk ? find_bound<2>({base + BEST_AT, nullptr, count}, topk, base).least : 0;
-  __syncthreads();
-  clear_words(base, 2 * BINS);
-  for (int i = tid; i < (count + CTA_THREADS - 1) / CTA_THREADS * CTA_THREADS; i += CTA_THREADS) {
-    const bool has = i < count && load_word(base + BEST_AT + 4 * i) >= least;
-    const int at = append(base + COUNTER_AT, has);
-    if (has) store_word(base + GROUPS_AT + 4 * at, i);
+  {
+    bool has[OWN];
+    int places[OWN];
+#pragma unroll
+    for (int n = 0; n < OWN; ++n) has[n] = n * CTA_THREADS + tid < count && mosts[n] >= least;
+    append(base + COUNTER_AT, has, places);
+#pragma unroll
+    for (int n = 0; n < OWN; ++n)
+      if (has[n]) store_word(base + GROUPS_AT + 4 * places[n], n * CTA_THREADS + tid);
   }
-  __syncthreads();
+  __syncthreads();  // the bests have been read, and bins
+  clear_words(base, 2 * BINS);
   clear_words(base + EQUAL_AT, (seen + 31) / 32);
-  const int total = load_word(base + COUNTER_AT) * size;
-  for (int i = 0; i < total; i += CTA_THREADS * BATCH) {
+  const int total = load_word(base + COUNTER_AT) << log2_size, mask = (1 << log2_size) - 1;
+  for (int i = tid; i < (total + 31) / 32 * 32; i += CTA_THREADS * BATCH) {
     u32 values[BATCH];
-    int entries[BATCH];
+    int entries[BATCH], places[BATCH];
+    bool has[BATCH];
 #pragma unroll
     for (int n = 0; n < BATCH; ++n) {
-      const int at = i + n * CTA_THREADS + tid;
-      entries[n] = at < total ? (load_word(base + GROUPS_AT + 4 * (at / size)) * size) + at % size : seen;
+      const int at = i + n * CTA_THREADS;
+      entries[n] = seen;
+      if (at < total)
+        entries[n] = (load_word(base + GROUPS_AT + 4 * (at >> log2_size)) << log2_size) + (at & mask);
       values[n] = entries[n] < seen ? ordered(row[entries[n]]) : 0;
     }
 #pragma unroll
-    for (int n = 0; n < BATCH; ++n) {
-      const bool has = entries[n] < seen && values[n] >= least;
-      const int at = append(base + COUNTER_AT + 4, has);
-      if (has && at < CAPACITY) {
-        store_word(base + VALUES_AT + 4 * at, values[n]);
-        store_word(base + ENTRIES_AT + 4 * at, entries[n]);
+    for (int n = 0; n < BATCH; ++n) has[n] = entries[n] < seen && values[n] >= least;
+    append(base + COUNTER_AT + 4, has, places);
+#pragma unroll
+    for (int n = 0; n < BATCH; ++n)
+      if (has[n] && places[n] < CAPACITY) {
+        store_word(base + VALUES_AT + 4 * places[n], values[n]);
+        store_word(base + ENTRIES_AT + 4 * places[n], entries[n]);
       }
-    }
   }
   __syncthreads();
   const int found = load_word(base + COUNTER_AT + 4);
@@ -173,9 +203,9 @@ DEV Set find_candidates(const float* row, const float* best, int seen, int topk,
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1) indexer_select(
     int* out,             // (tokens, topk), rows `out_stride` apart
     const float* scores,  // (tokens, max_entries)
-    const float* bests,   // (tokens, max_entries / 16, rounded up) of each 16 scores, if HAS_GROUPS
+    const float* bests,   // (tokens, best_stride) of each 16 scores, if HAS_GROUPS
     const void* visible,  // (tokens,)
-    int max_entries, int topk, int out_stride) {
+    int max_entries, int best_stride, int topk, int out_stride) {
   let_dependents_start();
   const u32 base = shared_base();
   const int tid = threadIdx.x, lane = tid & 31, token = blockIdx.y;
@@ -196,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1) indexer_select(
   bool has_entries = false;
   if (HAS_GROUPS && seen > CAPACITY) {
     __syncthreads();
-    set = find_candidates(row, bests + (i64)token * ((max_entries + 15) / 16), seen, topk, base);
+    set = find_candidates(row, bests + (i64)token * best_stride, seen, topk, base);
     has_entries = set.scores == nullptr;
   } else {
     clear_words(base + EQUAL_AT, words);

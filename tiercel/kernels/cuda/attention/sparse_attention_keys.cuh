@@ -12,6 +12,7 @@ struct Part {
   const i64* rows;     // (tokens,) of the tables
   i64 block_bytes, entry_bytes, scale_block_bytes, scale_entry_bytes;
   int num_keys, list_stride, table_stride, per_block;
+  u32 magic, shift;  // n / per_block is the high word of n x magic, >> shift; magic 0: n
 };
 // Keys of a token: how many places its list has, the first entry of a run, its row of the tables.
 struct Keys { int count, start; const int* table; };
@@ -37,13 +38,14 @@ DEV i64 entry_at(const Part& part, const Keys& keys, int token, int place) {
   const i64 at = (i64)token * part.list_stride + place;
   return IS_LONG ? ((const i64*)part.list)[at] : (i64)((const int*)part.list)[at];
 }
-// Block of an entry that is there, and the entry's index in it.
+// Block of an entry that is there, and the entry's index in it. Entries are below 2^31: a division of
+// 64 bits took a third of the time of a tile.
 struct Spot { i64 block; int index; };
 template <int KIND> DEV Spot spot_of(const Part& part, const Keys& keys, i64 entry) {
-  i64 block = (i64)((u64)entry / (u32)part.per_block);
-  const int index = (int)(entry - block * part.per_block);
-  if (KIND != 0) block = keys.table[block];
-  return {block, index};
+  const u32 number = (u32)entry;
+  const u32 block = part.magic ? __umulhi(number, part.magic) >> part.shift : number;
+  const int index = (int)(number - block * part.per_block);
+  return {KIND == 0 ? (i64)block : (i64)keys.table[block], index};
 }
 DEV u64 row_of(const Part& part, const Spot& spot) {
   return (u64)(part.cache + spot.block * part.block_bytes + spot.index * part.entry_bytes);
@@ -55,18 +57,20 @@ DEV u64 scales_of(const Part& part, const Spot& spot) {
 
 // What numbers of a group are multiplied with: a pair of the bfloat16 2^(scale - 7), and a second one
 // where that is out of range.
-struct Factor { u32 first, second; bool is_large; };
-DEV u32 pair_of(u32 exponent) { return exponent << 7 | exponent << 23; }
+constexpr u32 LARGEST = 134;  // scale of one factor
+struct Factor { u32 first, second; };
+DEV u32 pair_of(u32 exponent) { return exponent * 0x00800080u; }
 DEV Factor factor_of(u32 scale) {
-  const bool is_large = scale > 134;
-  const u32 rest = scale == 255 ? 0x7fc07fc0u : pair_of(scale - 7);  // 2^(scale - 134); 255 is NaN
-  return {pair_of(is_large ? 254 : scale + 120), is_large ? rest : 0, is_large};
+  if (scale <= LARGEST) return {pair_of(scale + 120), pair_of(127)};
+  return {pair_of(254), scale == 255 ? 0x7fc07fc0u : pair_of(scale - 7)};  // 255 is NaN
 }
-// Four E4M3 as two pairs of bfloat16: their bits are those of a bfloat16, times 2^120.
+// Four E4M3 as two pairs of the bfloat16 with the same bits, times 2^-120.
+DEV void spread_e4m3(u32 word, u32& first, u32& second) {
+  const u32 high = (word & 0x80808080u) | (word >> 4 & 0x07070707u), low = word << 4 & 0xf0f0f0f0u;
+  first = __byte_perm(low, high, 0x5140), second = __byte_perm(low, high, 0x7362);
+}
 DEV void widen_e4m3(u32 word, const Factor& factor, u32& first, u32& second) {
-  const u32 low = __byte_perm(word, 0, 0x1404), high = __byte_perm(word, 0, 0x3424);
-  first = multiply_pairs((low & 0x80008000u) | (low >> 4 & 0x07f007f0u), factor.first);
-  second = multiply_pairs((high & 0x80008000u) | (high >> 4 & 0x07f007f0u), factor.first);
-  if (factor.is_large)
-    first = multiply_pairs(first, factor.second), second = multiply_pairs(second, factor.second);
+  spread_e4m3(word, first, second);
+  first = multiply_pairs(multiply_pairs(first, factor.first), factor.second);
+  second = multiply_pairs(multiply_pairs(second, factor.first), factor.second);
 }

@@ -4,19 +4,20 @@
 // An item is a token and 64 heads; a tile is 64 keys of its list, which is the window and then the
 // entries. Four warpgroups:
 //
-//   producer    gathers and decodes the keys of a tile to bfloat16, once, into one of two slots
+//   producer    gathers the keys of a tile and decodes them to bfloat16, once, into a ring
 //   scores      S = Q K^T, online softmax, P and the factors of the sums before to shared memory
-//   values (2)  O = O x factor + P V, 256 channels each, 128 registers a thread; V is the slot again
+//   values (2)  O = O x factor + P V, 256 channels each, 128 registers a thread; V is K again
 //
-// So while P V of a tile runs, S of the next one does, and the tile after it is decoded as soon as its
-// slot is free. A slot's barriers: `full` (decoded), `weighed` (P is there), `empty` (P V is done).
+// The ring has slots of 64 keys x 128 channels, a pair of chunks, nine of them: two tiles and the start
+// of a third. So while P V of a tile runs, S of the next one does, as far as it is decoded. Barriers:
+// `full` and `empty` of a slot, `weighed` of P.
 //
 // Without a cluster CTAs are persistent. In a cluster of CLUSTER CTAs each takes an equal share of the
 // item's tiles, and they add up their sums in order through each other's shared memory, each for its
 // share of the result. Where shares end depends on the token's own keys alone.
 //
 //   q        8 x 64 rows x 128 bytes     chunks of 64 channels, 128-byte swizzle
-//   keys     2 slots of the same; sums of a CTA of a cluster, 64 x 512 floats
+//   keys     9 slots of two such chunks; sums of a CTA of a cluster, 64 x 512 floats
 //   weights  2 x 64 rows x 128 bytes     P
 //   notes    of each slot: 64 factors, 64 last factors, masks of keys, whether the tile is the last
 //   tops     64 maxima and totals, of a CTA of a cluster
@@ -33,27 +34,29 @@
 #define HEADS 64
 #define KEYS 64
 #define CHUNK (64 * 128)
-#define SLOT (8 * CHUNK)
+#define PAIR (2 * CHUNK)
+#define PAIRS 9
 #define Q_AT 0
-#define KEYS_AT SLOT
-#define WEIGHTS_AT (3 * SLOT)
+#define KEYS_AT (8 * CHUNK)
+#define WEIGHTS_AT (KEYS_AT + PAIRS * PAIR)
 #define NOTES_AT (WEIGHTS_AT + 2 * CHUNK)
 #define NOTE 544  // bytes: factors, last factors, masks, is_last
 #define LAST_AT 256
 #define MASK_AT 512
 #define IS_LAST_AT 520
+#define ENDS_AT 524  // the same, for those who add values
 #define TOPS_AT (NOTES_AT + 2 * NOTE)
 #define BARS_AT (TOPS_AT + 512)
 #define Q_FULL BARS_AT
-#define FULL(slot) (BARS_AT + 8 + 8 * (slot))
-#define WEIGHED(slot) (BARS_AT + 24 + 8 * (slot))
-#define EMPTY(slot) (BARS_AT + 40 + 8 * (slot))
+#define WEIGHED(slot) (BARS_AT + 8 + 8 * (slot))
+#define FULL(pair) (BARS_AT + 24 + 8 * (pair))
+#define EMPTY(pair) (FULL(PAIRS) + 8 * (pair))
 #define LOG2_E 1.4426950408889634f
 #define START_MAX (-1e30f)  // finite, so that rows without keys end with weights 0, not NaN
 // Registers of a thread; with 128 of each at the start, 512 in all.
 #define VALUE_REGISTERS 160
-#define SCORE_REGISTERS 88
-#define PRODUCER_REGISTERS 104
+#define SCORE_REGISTERS 80
+#define PRODUCER_REGISTERS 112
 
 struct Work {
   u8* out;             // (tokens, heads, D) bfloat16
@@ -62,9 +65,16 @@ struct Work {
   int heads, groups, items;  // groups of 64 heads; tokens x groups
   float scale_log2, most_growth;  // of a maximum, in scores, below which sums keep their scale
 };
-struct Turn {  // of the slots
+struct Turn {  // of the slots of weights
   int slot = 0, phase = 0;
   DEV void next() { slot ^= 1, phase ^= slot == 0; }
+};
+struct Ring {  // of the slots of pairs of chunks
+  int pair = 0, phase = 0;
+  DEV void next() {
+    pair = pair + 1 == PAIRS ? 0 : pair + 1;
+    phase ^= pair == 0;
+  }
 };
 DEV int first_item() { return blockIdx.x / CLUSTER; }
 DEV int item_step() { return CLUSTER > 1 ? 1 << 30 : gridDim.x; }
@@ -99,98 +109,125 @@ DEV Spot spot_in(const Cursor& at, const Work& w, const Listed& listed) {
   return listed.is_second && KIND1 != 3 ? spot_of<KIND1>(w.part1, at.keys1, listed.entry)
                                         : spot_of<KIND0>(w.part0, at.keys0, listed.entry);
 }
-DEV uint4 load_or_zero(const u8* from, bool has) {
-  return has ? load_rows(from) : make_uint4(0, 0, 0, 0);
-}
-// A lane takes 16 of each 64 channels of two keys, 8 apart. They come in units of three loads: groups
-// 0 to 2, 3 to 5, 6 with the bfloat16 channels; three units are in flight.
+__device__ uint4 no_key[(D + 64) / 16];  // zeros
+// A lane takes 16 of each 64 channels of two keys, 8 apart: 18 loads of a tile, pair of chunks by
+// pair, of which nine are in flight.
 struct Gather {
-  uint4 held[3][3];
+  uint4 held[9];
   const u8* rows[2];
-  u64 scales[2];
+  u64 scales[2], next_scales[2];
   int quad;
-  DEV void fetch(int unit) {
-    const int part = unit % 3;
-    const u8* row = rows[unit / 3];
-    const bool has = row != nullptr;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const int at = part == 2 && i ? 448 + 32 * quad + 16 * (i - 1) : 64 * (3 * part + i) + 16 * quad;
-      held[part][i] = load_or_zero(row + at, has);
-    }
+  // Of load n: the key's half, the group of channels, and of the last chunk's two loads which.
+  static constexpr DEV int half_of(int n) { return n < 12 ? n / 2 % 2 : (n - 12) / 3; }
+  static constexpr DEV int group_of(int n) { return n < 12 ? n / 4 * 2 + n % 2 : n % 3 ? 7 : 6; }
+  DEV void fetch(int n) {
+    const int group = group_of(n);
+    const u8* row = rows[half_of(n)] + (group == 7 ? 16 * quad : 0);
+    held[n % 9] = load_rows(row + (group == 7 ? 448 + 16 * (n % 3 - 1) : 64 * group));
   }
   // To the row of a key: `at` is the first of the lane's two chunks of 16 bytes, the other is at ^ 16.
-  DEV void decode(int unit, u32 at) {
-    const int part = unit % 3;
+  template <bool IS_LARGE> DEV void decode(int n, u32 at) {
+    const uint4 x = held[n % 9];
+    const int group = group_of(n);
+    const u32 to = half_of(n) * (8 * 128) + group % 2 * CHUNK;
+    if (group == 7) {
+      store_row((n % 3 == 1 ? at : at ^ 16) + to, x.x, x.y, x.z, x.w);
+      return;
+    }
+    const u32 scale = (u32)(scales[half_of(n)] >> 8 * group) & 255, factor = pair_of(scale + 120);
+    const u32 words[4] = {x.x, x.y, x.z, x.w};
+    u32 y[8];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const uint4 x = held[part][i];
-      if (part == 2 && i) {
-        const u32 to = at + 7 * CHUNK;
-        store_row(i == 1 ? to : to ^ 16, x.x, x.y, x.z, x.w);
+    for (int i = 0; i < 4; ++i) {
+      if (IS_LARGE) {
+        widen_e4m3(words[i], factor_of(scale), y[2 * i], y[2 * i + 1]);
         continue;
       }
-      const int group = 3 * part + i;
-      const Factor factor = factor_of((u32)(scales[unit / 3] >> 8 * group) & 255);
-      const u32 to = at + group * CHUNK;
-      u32 y[4];
-      widen_e4m3(x.x, factor, y[0], y[1]), widen_e4m3(x.y, factor, y[2], y[3]);
-      store_row(to, y[0], y[1], y[2], y[3]);
-      widen_e4m3(x.z, factor, y[0], y[1]), widen_e4m3(x.w, factor, y[2], y[3]);
-      store_row(to ^ 16, y[0], y[1], y[2], y[3]);
+      spread_e4m3(words[i], y[2 * i], y[2 * i + 1]);
+      y[2 * i] = multiply_pairs(y[2 * i], factor);
+      y[2 * i + 1] = multiply_pairs(y[2 * i + 1], factor);
     }
+    store_row(at + to, y[0], y[1], y[2], y[3]);
+    store_row((at ^ 16) + to, y[4], y[5], y[6], y[7]);
   }
   DEV void aim(int half, const Work& w, const Listed& listed, const Spot& spot) {
     const Part& part = listed.is_second ? w.part1 : w.part0;
     const bool has = listed.entry >= 0;
-    rows[half] = has ? (const u8*)row_of(part, spot) : nullptr;
-    scales[half] = has ? load_scales((const u8*)scales_of(part, spot)) : 0x7f7f7f7f7f7f7f7full;
+    rows[half] = (has ? (const u8*)row_of(part, spot) : (const u8*)no_key) + 16 * quad;
+    next_scales[half] = has ? load_scales((const u8*)scales_of(part, spot)) : 0;
+  }
+  // Whether a scale of this tile takes two factors.
+  DEV bool has_large() const {
+    const u64 low = 0x7f7f7f7f7f7f7f7full, limit = (127 - (LARGEST - 128)) * 0x0101010101010101ull;
+    bool is_large = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      is_large |= (scales[h] & ((scales[h] & low) + limit) & ~low) != 0;
+    return __any_sync(~0u, is_large);
+  }
+};
+struct Producer {
+  Cursor at;
+  Gather gather;
+  Listed listed[2];
+  Turn turn;
+  Ring ring;
+  int key;
+  u32 own;
+
+  // Decodes a tile, and fetches from the next one, whose keys are found meanwhile.
+  template <bool IS_LARGE> DEV void decode(const Work& w, u32 base, u32 has, bool is_last, int tid) {
+    Spot spots[2];
+#pragma unroll
+    for (int n = 0; n < 18; ++n) {
+      if (n == 4) spots[0] = spot_in(at, w, listed[0]), spots[1] = spot_in(at, w, listed[1]);
+      if (n == 9) gather.aim(0, w, listed[0], spots[0]), gather.aim(1, w, listed[1], spots[1]);
+      if (n % 4 == 0 && n < 16) mbar_wait(base + EMPTY(ring.pair), ring.phase ^ 1);
+      gather.decode<IS_LARGE>(n, own + ring.pair * PAIR);
+      gather.fetch(n < 9 ? n + 9 : n - 9);
+      if (n == 17) {
+        const u32 note = base + NOTES_AT + turn.slot * NOTE;
+        if (tid % 32 == 0) store_short(note + MASK_AT + tid / 16, has);
+        if (tid == 0) store_word(note + IS_LAST_AT, is_last);
+      }
+      if (n % 4 == 3 && n < 12 || n == 17) {
+        fence_writes();
+        mbar_arrive(base + FULL(ring.pair));
+        ring.next();
+      }
+    }
+  }
+  DEV void run(const Work& w, u32 base, int tid) {
+    const int lane = tid & 31;
+    gather.quad = lane & 3;
+    key = 16 * uni(tid >> 5) + (lane >> 2);
+    own = base + KEYS_AT + 128 * key + (((2 * (lane & 3)) ^ (key & 7)) << 4);
+    enter_item(at, w, first_item());
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      listed[h] = look_up(at, w, key + 8 * h);
+      gather.aim(h, w, listed[h], spot_in(at, w, listed[h]));
+    }
+#pragma unroll
+    for (int n = 0; n < 9; ++n) gather.fetch(n);
+    for (; uni(at.item < w.items); turn.next()) {
+      const bool is_last = at.tile + 1 == at.end;
+      // Of this tile's keys those that are there: a bit each of the warp's 16.
+      const u32 low = __ballot_sync(~0u, listed[0].entry >= 0);
+      const u32 high = __ballot_sync(~0u, listed[1].entry >= 0);
+      const u32 has = __ballot_sync(~0u, lane < 16 && ((lane < 8 ? low : high) >> 4 * (lane & 7) & 1));
+      gather.scales[0] = gather.next_scales[0], gather.scales[1] = gather.next_scales[1];
+      advance(at, w);
+      listed[0] = look_up(at, w, key), listed[1] = look_up(at, w, key + 8);
+      if (gather.has_large()) decode<true>(w, base, has, is_last, tid);
+      else decode<false>(w, base, has, is_last, tid);
+    }
   }
 };
 
-DEV void produce(const Work& w, u32 base, int tid) {
-  const int lane = tid & 31, warp = uni(tid >> 5), key = 16 * warp + (lane >> 2);
-  Gather gather;
-  gather.quad = lane & 3;
-  const u32 own = KEYS_AT + 128 * key + (((2 * (lane & 3)) ^ (key & 7)) << 4);
-  Cursor at;
-  enter_item(at, w, first_item());
-  Listed listed[2] = {look_up(at, w, key), look_up(at, w, key + 8)};
-#pragma unroll
-  for (int h = 0; h < 2; ++h) gather.aim(h, w, listed[h], spot_in(at, w, listed[h]));
-#pragma unroll
-  for (int unit = 0; unit < 3; ++unit) gather.fetch(unit);
-  for (Turn turn; uni(at.item < w.items); turn.next()) {
-    const bool is_last = at.tile + 1 == at.end;
-    // Of this tile's keys those that are there: a bit each of the warp's 16.
-    const u32 low = __ballot_sync(~0u, listed[0].entry >= 0);
-    const u32 high = __ballot_sync(~0u, listed[1].entry >= 0);
-    const u32 has = __ballot_sync(~0u, lane < 16 && ((lane < 8 ? low : high) >> 4 * (lane & 7) & 1));
-    advance(at, w);
-    listed[0] = look_up(at, w, key), listed[1] = look_up(at, w, key + 8);
-    const u32 note = base + NOTES_AT + turn.slot * NOTE, to = base + own + turn.slot * SLOT;
-    mbar_wait(base + EMPTY(turn.slot), turn.phase ^ 1);
-#pragma unroll
-    for (int unit = 0; unit < 3; ++unit) gather.decode(unit, to), gather.fetch(unit + 3);
-    const Spot spot0 = spot_in(at, w, listed[0]), spot1 = spot_in(at, w, listed[1]);
-    gather.decode(3, to + 8 * 128);
-    gather.aim(0, w, listed[0], spot0);
-    gather.fetch(0);
-    gather.decode(4, to + 8 * 128);
-    gather.fetch(1);
-    gather.decode(5, to + 8 * 128);
-    gather.fetch(2);
-    gather.aim(1, w, listed[1], spot1);
-    if (lane == 0) store_short(note + MASK_AT + 2 * warp, has);
-    if (tid == 0) store_word(note + IS_LAST_AT, is_last);
-    fence_writes();
-    mbar_arrive(base + FULL(turn.slot));
-  }
-}
-
 // ---- scores
 DEV void load_queries(const TMap* q, u32 base, const Work& w, int item) {
-  mbar_expect(base + Q_FULL, SLOT);
+  mbar_expect(base + Q_FULL, 8 * CHUNK);
   for (int c = 0; c < 8; ++c)
     tma3(base + Q_AT + c * CHUNK, q, base + Q_FULL, 64 * c, item % w.groups * HEADS, item / w.groups);
 }
@@ -199,6 +236,7 @@ DEV void weigh(const Work& w, const TMap* q, u32 base, int tid) {
   const int lane = tid & 31, quad = lane & 3, row = 16 * uni(tid >> 5) + (lane >> 2);
   int q_phase = 0;
   Turn turn;
+  Ring ring;
   if (tid == 0 && first_item() < w.items) load_queries(q, base, w, first_item());
   for (int item = first_item(); item < w.items; item += item_step()) {
     float top[2] = {START_MAX, START_MAX}, total[2] = {0.f, 0.f};
@@ -207,18 +245,21 @@ DEV void weigh(const Work& w, const TMap* q, u32 base, int tid) {
     bool is_last;
     do {
       const u32 note = base + NOTES_AT + turn.slot * NOTE;
-      mbar_wait(base + FULL(turn.slot), turn.phase);
       float s[32];
       const u32 qd = uniform(mdesc(base + Q_AT, 16));
-      const u32 kd = uniform(mdesc(base + KEYS_AT + turn.slot * SLOT, 16));
-      wg_fence();
 #pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        const u32 step = ((i >> 2) * CHUNK + (i & 3) * 32) >> 4;
-        if (i == 0) wgmma_ss<0>(s, qd, DESC_HI, kd, DESC_HI);
-        else wgmma_ss<1>(s, qd + step, DESC_HI, kd + step, DESC_HI);
+      for (int p = 0; p < 4; ++p, ring.next()) {
+        mbar_wait(base + FULL(ring.pair), ring.phase);
+        const u32 kd = uniform(mdesc(base + KEYS_AT + ring.pair * PAIR, 16));
+        wg_fence();
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const u32 step = ((i >> 2) * CHUNK + (i & 3) * 32) >> 4;
+          if (p == 0 && i == 0) wgmma_ss<0>(s, qd, DESC_HI, kd, DESC_HI);
+          else wgmma_ss<1>(s, qd + (p * PAIR >> 4) + step, DESC_HI, kd + step, DESC_HI);
+        }
+        wg_commit();
       }
-      wg_commit();
       const uint2 mask = load_words(note + MASK_AT);
       is_last = uni(load_word(note + IS_LAST_AT));
       wg_wait<0>();
@@ -278,6 +319,7 @@ DEV void weigh(const Work& w, const TMap* q, u32 base, int tid) {
 #endif
         }
       }
+      if (tid == 0) store_word(note + ENDS_AT, is_last);
       fence_writes();
       mbar_arrive(base + WEIGHED(turn.slot));
       turn.next();
@@ -320,6 +362,7 @@ DEV u32 sums_at(u32 base, int row, int column) {
 DEV void add_values(const Work& w, u32 base, int wg, int tid) {
   const int lane = tid & 31, quad = lane & 3, row = 16 * uni(tid >> 5) + (lane >> 2);
   Turn turn;
+  Ring ring;
   float o[2][64];
   for (int item = first_item(); item < w.items; item += item_step()) {
     bool is_first = true, is_last;
@@ -328,7 +371,7 @@ DEV void add_values(const Work& w, u32 base, int wg, int tid) {
       const u32 note = base + NOTES_AT + turn.slot * NOTE;
       mbar_wait(base + WEIGHED(turn.slot), turn.phase);
       const float a = load_float(note + 4 * row), b = load_float(note + 4 * (row + 8));
-      is_last = uni(load_word(note + IS_LAST_AT));
+      is_last = uni(load_word(note + ENDS_AT));
 #if CLUSTER == 1
       last0 = load_float(note + LAST_AT + 4 * row), last1 = load_float(note + LAST_AT + 4 * (row + 8));
 #endif
@@ -340,20 +383,26 @@ DEV void add_values(const Work& w, u32 base, int wg, int tid) {
             o[half][j] *= a, o[half][j + 1] *= a, o[half][j + 2] *= b, o[half][j + 3] *= b;
       }
       const u32 pd = uniform(mdesc(base + WEIGHTS_AT + turn.slot * CHUNK, 16));
-      const u32 vd = uniform(mdesc(base + KEYS_AT + turn.slot * SLOT + wg * 4 * CHUNK, CHUNK));
+      if (wg) ring.next(), ring.next();
+      const Ring first = ring;
+      ring.next();
+      const Ring second = ring;
+      ring.next();
+      if (!wg) ring.next(), ring.next();
+      const u32 vd[2] = {uniform(mdesc(base + KEYS_AT + first.pair * PAIR, CHUNK)),
+                         uniform(mdesc(base + KEYS_AT + second.pair * PAIR, CHUNK))};
       pin(o[0]), pin(o[1]);
       wg_fence();
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int i = 0; i < KEYS / 16; ++i)
-          wgmma_values(o[half], pd + 2 * i, vd + (half * 2 * CHUNK + i * 2048 >> 4),
-                       i == 0 ? is_first : 0);
+          wgmma_values(o[half], pd + 2 * i, vd[half] + (i * 2048 >> 4), i == 0 ? is_first : 0);
       wg_commit();
       wg_wait<0>();
       pin(o[0]), pin(o[1]);
       __syncwarp();
-      if (lane == 0) mbar_arrive(base + EMPTY(turn.slot));
+      if (lane == 0) mbar_arrive(base + EMPTY(first.pair)), mbar_arrive(base + EMPTY(second.pair));
       is_first = false;
       turn.next();
     } while (!is_last);
@@ -428,16 +477,17 @@ __launch_bounds__(NTHR, 1) sparse_attention_tiles(
   const int tid = threadIdx.x, wg = uni(tid >> 7);
   if (tid == 0) {
     mbar_init(base + Q_FULL, 1);
-    for (int slot = 0; slot < 2; ++slot)
-      mbar_init(base + FULL(slot), 128), mbar_init(base + WEIGHED(slot), 128),
-          mbar_init(base + EMPTY(slot), 8);
+    mbar_init(base + WEIGHED(0), 128), mbar_init(base + WEIGHED(1), 128);
+    for (int pair = 0; pair < PAIRS; ++pair)
+      mbar_init(base + FULL(pair), 128), mbar_init(base + EMPTY(pair), 4);
     fence_mbar_init();
   }
   wait_for_predecessor();
   __syncthreads();
   if (wg == 0) {
     lower_registers<PRODUCER_REGISTERS>();
-    produce(w, base, tid);
+    Producer producer;
+    producer.run(w, base, tid);
 #if CLUSTER > 1
     merge(w, base, tid);
 #endif
