@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tiercel import env
 from tiercel.errors import ArgumentError
+from tiercel.kernels.fused import mhc_mix_step as cluster
 from tiercel.ops import mhc_mix_torch as torch_ops
 from tiercel.ops.rms_norm import rms_norm
 
@@ -168,25 +169,22 @@ def mhc_mix_step(
     num_streams = _check_streams("mhc_mix_step", streams)
     _check_update("mhc_mix_step", streams, y, post, comb)
     _check_weights("mhc_mix_step", streams, (fn, scale, base), (num_streams * (2 + num_streams), 3))
-    from tiercel.kernels.fused.mhc_mix import launch_mhc_mix_step, step_parts_shape
-
     num_tokens, _, hidden = streams.shape
     out = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     x = torch.empty((num_tokens, hidden), dtype=out_dtype, device=streams.device)
-    next_post, next_comb = fn.new_empty(post.shape), fn.new_empty(comb.shape)
+    coefficients = fn.new_empty(post.shape), fn.new_empty(comb.shape)
+    before = (streams, y, post.contiguous(), comb.contiguous())
+    weights = (fn.contiguous(), scale.contiguous(), base.contiguous())
+    eps = (rms_eps, hc_eps, norm_eps)
+    results = (out, x, coefficients, norm_weight, eps, sinkhorn_iters)
+    if not cluster_refusal(streams, y, out_dtype):
+        cluster.launch_mhc_mix_step(before, weights, *results)
+        return out, x, *coefficients
+    from tiercel.kernels.fused.mhc_mix import launch_mhc_mix_step, step_parts_shape
+
     parts = fn.new_empty(step_parts_shape(num_tokens, num_streams, hidden))
-    launch_mhc_mix_step(
-        (streams, y, post.contiguous(), comb.contiguous()),
-        (fn.contiguous(), scale.contiguous(), base.contiguous()),
-        parts,
-        out,
-        x,
-        (next_post, next_comb),
-        norm_weight,
-        (rms_eps, hc_eps, norm_eps),
-        sinkhorn_iters,
-    )
-    return out, x, next_post, next_comb
+    launch_mhc_mix_step(before, weights, parts, *results)
+    return out, x, *coefficients
 
 
 def step_refusal(streams: Tensor, y: Tensor) -> str:
@@ -196,6 +194,13 @@ def step_refusal(streams: Tensor, y: Tensor) -> str:
     if y.stride(-1) != 1:
         return "the channels of y are not next to each other"
     return mhc_mix_refusal(streams, is_product=True)
+
+
+def cluster_refusal(streams: Tensor, y: Tensor, out_dtype: torch.dtype) -> str:
+    """Why a step that is a single pass has two launches, not one; "" if it has one."""
+    if not streams.is_cuda or torch.cuda.get_device_capability(streams.device) < cluster.CAPABILITY:
+        return "the device has no clusters"
+    return cluster.mhc_mix_step_refusal(streams, y, out_dtype)
 
 
 def mhc_mix_collapse(
