@@ -324,14 +324,16 @@ def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
 @pytest.mark.parametrize("kinds", [3, 7])
 @pytest.mark.parametrize("given", [linear_group.PLAIN, linear_group.NORMED, linear_group.ROTATED])
 def test_linear_group_keeps_its_units_in_registers(given, kinds, tiles, tmp_path):
-    """Of 8 warps, in each CTA of a multiprocessor."""
-    config = linear_group.select_linear_group(
-        4096, [tiles], 1, kind_of_input=given, has_q8=kinds == 7
-    )
-    source = linear_group.cuda_source(kinds, given, config)
-    cubin = compile_here(source, tmp_path)
-    check_no_spills(source, tmp_path)
-    assert registers_of(cubin, tmp_path) * 256 * config.ctas <= 65536
+    """Of all warps, in each CTA of a multiprocessor."""
+    for num_tokens in (1, 16):
+        config = linear_group.select_linear_group(
+            4096, [tiles], num_tokens, kind_of_input=given, has_q8=kinds == 7
+        )
+        source = linear_group.cuda_source(kinds, given, config, -(-num_tokens // 8))
+        cubin = compile_here(source, tmp_path)
+        check_no_spills(source, tmp_path)
+        threads = 32 * config.parts * config.tiles * config.ctas
+        assert registers_of(cubin, tmp_path) * threads <= 65536
 
 
 @pytest.mark.parametrize("head_dim", rotary_kv_write.HEAD_DIMS)

@@ -121,6 +121,7 @@ CONFIGS = [
     (LinearGroupConfig(8, 1, 2, 3), 132),
     (LinearGroupConfig(2, 4, 3, 1), 2),
     (LinearGroupConfig(1, 3, 2, 1), 5),
+    (LinearGroupConfig(4, 4, 2, 1), 132),
 ]
 
 
@@ -132,9 +133,10 @@ def on_kernel(on_processor):
 
 @pytest.mark.usefixtures("on_kernel")
 @pytest.mark.parametrize(("config", "num_sms"), CONFIGS, ids=str)
-def test_formats_match_oracle(config, num_sms):
+@pytest.mark.parametrize("num_tokens", [5, 14])
+def test_formats_match_oracle(num_tokens, config, num_sms):
     """A CTA for each block, and CTAs that go through several."""
-    num_tokens, columns = 5, 640
+    columns = 640
     matrices = floats(
         make_fp8((133, columns)),
         make_bf16((40, columns)),
@@ -172,10 +174,10 @@ def test_groups_behind_the_inverse_rotation(make):
 
 
 @pytest.mark.usefixtures("on_kernel")
-@pytest.mark.parametrize("limit", [None, LIMIT])
-def test_pairs_and_addends(limit):
-    x = make_x(7, 256)
-    addend = torch.randn(7, 33)[:, :21]
+@pytest.mark.parametrize(("num_tokens", "limit"), [(7, None), (11, LIMIT)])
+def test_pairs_and_addends(num_tokens, limit):
+    x = make_x(num_tokens, 256)
+    addend = torch.randn(num_tokens, 33)[:, :21]
     weights = [make_fp8((42, 256), (1, 128)), make_q8((42, 256)), make_bf16((42, 256))]
     matrices = [*floats(*weights, is_pair=True), *floats(make_fp8((21, 256)), addend=addend)]
     found = run(x, matrices, limit=limit)
@@ -217,10 +219,10 @@ def test_every_int8():
 @pytest.mark.usefixtures("on_kernel")
 def test_bits_do_not_depend_on_the_number_of_tokens():
     matrices = floats(make_fp8((24, 512)), make_q8((24, 512)), make_bf16((24, 512)))
-    x = make_x(8, 512)
+    x = make_x(13, 512)
     norm = (torch.randn(512), 1e-6)
     every = run(x, matrices, norm=norm)
-    for first, last in ((0, 1), (3, 6)):
+    for first, last in ((0, 1), (3, 6), (5, 13)):
         some = run(x[first:last], matrices, num_sms=1, norm=norm)
         for one, whole in zip(some, every, strict=True):
             assert torch.equal(one, whole[first:last])
@@ -292,9 +294,11 @@ def test_refusals():
     gaps = replace(fp8, planes=fp8.planes | {"scale": fp8.planes["scale"].mT.contiguous().mT})
     assert refusal(gaps) == "gaps between scales"
     assert refusal(make_bf16((0, 128))) == "there are no rows"
-    assert "16384 columns of 8 tokens" in refusal(make_bf16((16, 16384)))
-    x = torch.randn(9, 128).bfloat16()
-    assert "9 tokens" in op.input_refusal(x)
+    assert "16384 columns of 8 tokens" in op.size_refusal(16384, 1)
+    assert "8192 columns of 16 tokens" in op.size_refusal(8192, 16)
+    assert op.size_refusal(8192, 8) == op.size_refusal(4096, 16) == ""
+    x = torch.randn(17, 128).bfloat16()
+    assert "17 tokens" in op.input_refusal(x)
     assert "torch.float32" in op.input_refusal(x.float())
     assert "multiples of 16 bytes" in op.input_refusal(torch.randn(3, 130).bfloat16())
     assert op.input_refusal(x[:8]) == ""
@@ -343,12 +347,15 @@ def test_op_names_the_bad_argument():
 def test_launches_of_deepseek_v4(columns):
     """Each warp has two units or more, 8 tokens fit, and they have one order of sums."""
     for tiles in ([96], [16, 256], [2048]):
-        configs = [kernel.select_linear_group(columns, tiles, tokens) for tokens in range(1, 9)]
+        configs = [kernel.select_linear_group(columns, tiles, tokens) for tokens in range(1, 17)]
         assert len({config.parts for config in configs}) == 1
-        for config in configs:
-            assert config.parts * config.tiles == 8
+        for num_tokens, config in enumerate(configs, 1):
+            room = kernel.smem_bytes(columns, num_tokens, config) + 1024
+            assert config.parts * config.tiles == (16 if config.ctas == 1 else 8)
+            assert config.ctas > 1 or room * 2 > 228 * 1024
             assert columns // kernel.UNIT_BYTES >= 2 * config.parts
     assert kernel.fits(columns, 8)
+    assert kernel.fits(columns, 16) == (columns < 7168)
 
 
 # Columns, tiles of 16 rows (pairs: 8), tokens; stages and CTAs (results/linear_group_h200.json).
@@ -369,7 +376,7 @@ CHOICES = [
 def test_choices_of_flash(name, columns, tiles, num_tokens, wanted):
     config = kernel.select_linear_group(columns, tiles, num_tokens)
     assert (config.stages, config.ctas) == wanted
-    assert kernel.select_linear_group(columns, tiles, num_tokens, has_q8=True)[2:] == (2, 2)
+    assert kernel.select_linear_group(columns, tiles, num_tokens, has_q8=True)[2:4] == (2, 2)
     normed = kernel.select_linear_group(columns, tiles, num_tokens, kind_of_input=kernel.NORMED)
     assert normed.ctas == 2
 
@@ -381,7 +388,7 @@ def test_ctas_are_shared_by_bytes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 16])
 def test_shapes_of_flash(num_tokens, device):
     x = make_x(num_tokens, 4096, device)
     group = [

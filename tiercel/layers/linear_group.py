@@ -1,6 +1,6 @@
 """Linear layers that read the same x, in one launch where a kernel takes all of them.
 
-Elsewhere (a CPU, more than 8 tokens, formats that the kernel does not read, rounded activations, a
+Elsewhere (a CPU, more than 16 tokens, formats that the kernel does not read, rounded activations, a
 lone matrix that another kernel reads faster) they are multiplied one after the other;
 `group_refusal` says why.
 """
@@ -98,8 +98,13 @@ class GroupedLinear:
         """
         matrix = GroupMatrix(self.weight, self.num_groups, out_dtype=x.dtype)
         flat = x.flatten(1)
-        reason = op.device_refusal(x.device) or op.input_refusal(flat) or op.matrix_refusal(matrix)
-        if reason or op.rotation_refusal(x.shape[2], rotation[1]):
+        if (
+            op.device_refusal(x.device)
+            or op.input_refusal(flat)
+            or op.matrix_refusal(matrix)
+            or op.size_refusal(self.weight.shape[-1], x.shape[0])
+            or op.rotation_refusal(x.shape[2], rotation[1])
+        ):
             x = latent_rope(x, *rotation, inverse=True)
             return grouped_linear(x, self._decoded(x.dtype), self.num_groups)
         return linear_group(flat, [matrix], rotation=(*rotation, x.shape[2]))[0]
@@ -115,6 +120,7 @@ class GroupedLinear:
 def group_refusal(x: Tensor, parts: Sequence[Linear | GateUp], norm: RMSNorm | None) -> str:
     """Why some parts are not multiplied in one launch; "" if they are."""
     reason = op.device_refusal(x.device) or op.input_refusal(x)
+    reason = reason or op.size_refusal(x.shape[-1], x.shape[0])
     if reason:
         return reason
     if norm is not None and norm.out_dtype != x.dtype:

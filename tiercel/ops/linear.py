@@ -332,7 +332,7 @@ def _prepare_q8(
             segments.append(copies[-1])
     dense = torch.cat(copies) if has_copy else None
     reads_blocks = not block_op.device_refusal(device)
-    most = group_op.MAX_TOKENS
+    most = group_op.most_tokens(shape[1])
     return LinearWeight(tuple(segments), shape, dense, most, reads_blocks=reads_blocks)
 
 
@@ -472,11 +472,11 @@ def _multiply_native(
 def _multiply_planes(
     x: Tensor, planes: Int4Planes | Q8Planes, out_dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
-    """X @ planes^T; by Q8_0 some rows 8 at a time as it rests, more by decoded weights."""
+    """X @ planes^T; by Q8_0 some rows 16 at a time as it rests, more by decoded weights."""
     if isinstance(planes, Int4Planes):
         return linear_torch.int4_matmul(x, planes)
     out = _empty(x, planes.shape[0], out_dtype) if out is None else out
-    most = group_op.MAX_TOKENS
+    most = group_op.most_tokens(planes.shape[1])
     pieces = list(zip(x.split(most), out.split(most), strict=True))
     is_read = x.shape[0] <= MOST_PACKED_ROWS and not group_op.device_refusal(x.device)
     if is_read and not any(group_op.input_refusal(few) for few, _ in pieces):

@@ -1,4 +1,4 @@
-"""Products of up to 8 tokens with matrices that read the same x, in one launch."""
+"""Products of up to 16 tokens with matrices that read the same x, in one launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ __all__ = [
     "input_refusal",
     "linear_group",
     "matrix_refusal",
+    "most_tokens",
     "rotation_refusal",
+    "size_refusal",
 ]
 
 MAX_TOKENS, MAX_MATRICES = kernel.MAX_TOKENS, kernel.MAX_MATRICES
@@ -102,10 +104,6 @@ def matrix_refusal(matrix: GroupMatrix) -> str:
     reasons = (
         (columns % unit != 0 or not columns, f"{columns} columns are no multiple of {unit}"),
         (not rows, "there are no rows"),
-        (
-            not kernel.fits(columns, MAX_TOKENS),
-            f"{columns} columns of 8 tokens do not fit in shared memory",
-        ),
         (not whole, f"{rows} rows are not {groups} groups of whole tiles"),
         (
             matrix.is_pair and (groups > 1 or weight.shape[0] % 2 != 0),
@@ -119,6 +117,23 @@ def matrix_refusal(matrix: GroupMatrix) -> str:
         ),
     )
     return next((reason for is_so, reason in reasons if is_so), "")
+
+
+def most_tokens(columns: int) -> int:
+    """Tokens of a launch with matrices of some columns, in eights."""
+    return MAX_TOKENS if kernel.fits(columns, MAX_TOKENS) else kernel.OCTET
+
+
+def size_refusal(columns: int, num_tokens: int) -> str:
+    """Why a multiprocessor does not hold some tokens' x; "" if it does.
+
+    A number of columns that 8 tokens cannot have is refused for fewer too: bits of a token do not
+    depend on how many there are.
+    """
+    count = max(num_tokens, kernel.OCTET)
+    if kernel.fits(columns, count):
+        return ""
+    return f"{columns} columns of {count} tokens do not fit in shared memory"
 
 
 def rotation_refusal(head_dim: int, table: Tensor) -> str:
@@ -171,7 +186,7 @@ def linear_group(
     """Multiply x by several matrices, in one launch on a GPU.
 
     Args:
-        x: (tokens, groups * in) bfloat16, at most 8 tokens; rows may be strided.
+        x: (tokens, groups * in) bfloat16, at most 16 tokens; rows may be strided.
         matrices: 1 to 8, of which `matrix_refusal` refuses none, with equal numbers of columns.
         norm: weight (in,) float32 and eps of an RMSNorm that x passes first; it is rounded to
             bfloat16. None for none.
@@ -242,7 +257,8 @@ def _check(
         raise ArgumentError(
             f"linear_group: {len(matrices)} matrices.", hint=f"Pass 1 to {MAX_MATRICES}."
         )
-    reasons = (input_refusal(x), *(matrix_refusal(matrix) for matrix in matrices))
+    size = size_refusal(matrices[0].weight.shape[-1], x.shape[0])
+    reasons = (input_refusal(x), size, *(matrix_refusal(matrix) for matrix in matrices))
     reason = next((reason for reason in reasons if reason), "")
     if reason:
         raise ArgumentError(f"linear_group: {reason}.", hint="Multiply by each matrix with linear.")

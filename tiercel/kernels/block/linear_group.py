@@ -1,12 +1,12 @@
-"""Up to 8 tokens times matrices of several formats that read the same x, in one launch.
+"""Up to 16 tokens times matrices of several formats that read the same x, in one launch.
 
 cuda/block/linear_group.cu multiplies tiles of 16 rows on tensor cores, from E4M3 with scales of
 blocks, Q8_0 in planes, or bfloat16. What is around the products of a DeepSeek-V4 layer is part of
 the launch: the norm or the inverse rotation of x, the clamped SwiGLU of gate and up, a sum that the
 result is added to.
 
-Floor: the planes once, x once for each CTA from L2, the results once. 16 tokens were slower than
-one matrix after the other (first version: wo_b 21.6 against 15.0 us; H200, printed).
+Floor: the planes once, x once for each CTA from L2, the results once. So a CTA whose x leaves no
+room for a second one on its multiprocessor has twice as many warps.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from torch import Tensor
 
 from tiercel.kernels.runtime import rtc
 
-MAX_TOKENS = 8  # of a tensor core product's columns
+MAX_TOKENS = 16
+OCTET = 8  # tokens: columns of a tensor core product
 MAX_MATRICES = 8  # MOST_MATRICES of the kernel
 CAPABILITY = (8, 0)  # products of bfloat16
 TILE_ROWS, PAIR_ROWS = 16, 8
 UNIT_BYTES = 128  # of a row
 KINDS = ("FP8_BLOCK", "BF16", "Q8_0")  # numbers and bits of the kernel
 PLAIN, NORMED, ROTATED = 0, 1, 2  # INPUT of the kernel
-_WARPS = 8  # of a CTA
+_WARPS, _MOST_WARPS = 8, 16  # of a CTA
 GROUP_ROWS = TILE_ROWS * _WARPS  # groups are multiples of them: those of a CTA at a time
-_SUM_BYTES = 2 * 512  # of a warp's sums, in two buffers
+_SUM_BYTES = 2 * 512  # of a warp's sums of 8 tokens, in two buffers
 _RESERVED_BYTES = 1 << 10  # of shared memory, by the system for each CTA
 _SM_BYTES, _CTA_BYTES = 228 << 10, 227 << 10
 _X_BYTES = 128 << 10  # of shared memory, at most, for x and sums of three CTAs
@@ -46,12 +47,14 @@ class LinearGroupConfig(NamedTuple):
         tiles: of a CTA at a time.
         stages: units of a warp in flight.
         ctas: on a multiprocessor, for the registers.
+        is_ahead: whether all weights are requested before the wait for the kernel ahead.
     """
 
     parts: int
     tiles: int
     stages: int
     ctas: int
+    is_ahead: bool = True
 
 
 def select_linear_group(
@@ -82,10 +85,13 @@ def select_linear_group(
     parts = next(parts for parts in (8, 4, 2, 1) if parts == 1 or units >= 2 * parts)
     tiles = _WARPS // parts
     blocks = sum(-(-count // tiles) for count in num_tiles)
-    three = LinearGroupConfig(parts, tiles, 2, 3)
+    two = LinearGroupConfig(parts, tiles, 2, 2)
+    if parts > 1 and 2 * (smem_bytes(columns, num_tokens, two) + _RESERVED_BYTES) > _SM_BYTES:
+        return LinearGroupConfig(parts, _MOST_WARPS // parts, 2, 1)
+    three = two._replace(ctas=3)
     has_cache = 3 * smem_bytes(columns, num_tokens, three) <= _X_BYTES
     if has_q8 or blocks > 3 * num_sms:
-        return LinearGroupConfig(parts, tiles, 2, 2)
+        return two
     if blocks <= 2 * num_sms:
         return LinearGroupConfig(parts, tiles, 4, 2)
     return three if has_cache and kind_of_input == PLAIN else three._replace(ctas=2)
@@ -197,8 +203,10 @@ class _Input(ctypes.Structure):
 
 
 @functools.cache
-def cuda_source(kinds: int, kind_of_input: int, config: LinearGroupConfig) -> rtc.KernelSource:
-    """The kernel for some formats, a bit each in the order of `KINDS`."""
+def cuda_source(
+    kinds: int, kind_of_input: int, config: LinearGroupConfig, octets: int = 1
+) -> rtc.KernelSource:
+    """The kernel for some formats, a bit each in the order of `KINDS`, and tokens in eights."""
     macros = (
         ("IS_BF16", 1),
         ("KINDS", kinds),
@@ -207,13 +215,20 @@ def cuda_source(kinds: int, kind_of_input: int, config: LinearGroupConfig) -> rt
         ("STAGES", config.stages),
         ("CTAS", config.ctas),
         ("INPUT", kind_of_input),
+        ("OCTETS", octets),
+        ("IS_AHEAD", int(config.is_ahead)),
     )
     return rtc.KernelSource("linear_group", macros)
 
 
+def _octets(num_tokens: int) -> int:
+    return -(-max(1, num_tokens) // OCTET)
+
+
 def smem_bytes(columns: int, num_tokens: int, config: LinearGroupConfig) -> int:
     """Dynamic shared memory of a CTA: x, and sums of warps."""
-    sums = config.parts * config.tiles * _SUM_BYTES if config.parts > 1 else 0
+    warps = config.parts * config.tiles
+    sums = warps * _octets(num_tokens) * _SUM_BYTES if config.parts > 1 else 0
     return num_tokens * (2 * columns + 16) + sums
 
 
@@ -310,7 +325,7 @@ def launch_linear_group(
         given.limit or 0.0,
         int(positions is not None and positions.dtype == torch.int64),
     )
-    source = cuda_source(kinds, given.kind, config)
+    source = cuda_source(kinds, given.kind, config, _octets(num_tokens))
     rtc.launch(
         rtc.load_kernel(source, x.device, smem),
         first,

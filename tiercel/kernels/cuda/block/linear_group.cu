@@ -1,4 +1,4 @@
-// linear_group: up to 8 tokens times matrices of several formats that read the same x, in one
+// linear_group: up to 16 tokens times matrices of several formats that read the same x, in one
 // launch. Layouts: at the parameters. Host side, floor: kernels/block/linear_group.py.
 //
 // A tile is 16 rows of a matrix, the rows of a 16 x 8 tensor core product whose columns are tokens.
@@ -9,12 +9,13 @@
 // x nor weights are rearranged.
 //
 // x, normed or rotated back, is in shared memory. Weights are requested before the wait for the
-// kernel ahead, and a warp keeps STAGES units of 128 bytes a row in flight, across blocks too. Sums
-// are float32 in an order that follows from the matrix and PARTS alone: a token's bits depend on no
-// other token.
+// kernel ahead: a warp keeps STAGES units of 128 bytes a row in flight, across blocks too, and the
+// other blocks of a CTA are on their way to the L2. Sums are float32 in an order that follows from
+// the matrix and PARTS alone: a token's bits depend on no other token.
 //
 // Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
-// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back).
+// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back), OCTETS (of tokens),
+// IS_AHEAD (whether the blocks after the first are requested before the wait).
 #include "block/linear_group_ptx.cuh"
 #include "include/attention_ptx.cuh"
 
@@ -218,16 +219,22 @@ DEV void stage_x(const Input& in, u8* memory, int first_column) {
 #endif
 }
 
-template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, const Unit& unit,
-                                           const Input& in, const u8* memory, int at) {
+template <int KIND> DEV void multiply_unit(float (&sums)[OCTETS][4], const Matrix& m,
+                                           const Unit& unit, const Input& in, const u8* memory,
+                                           int at) {
   const int lane = threadIdx.x % 32;
   const u8* row = memory + lane / 4 * row_of_x(in.columns) + 2 * at * Shape<KIND>::COLUMNS;
 #pragma unroll
   for (int run = 0; run < Shape<KIND>::RUNS; ++run) {
     const int piece = KIND == BF16 ? run : run / 2;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (lane / 4 < in.num_tokens) x = *(const uint4*)(row + 2 * run_column<KIND>(run, lane % 4));
-    float part[4] = {};
+    uint4 x[OCTETS];
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+      const u8* from = row + 8 * octet * row_of_x(in.columns) + 2 * run_column<KIND>(run, lane % 4);
+      x[octet] = make_uint4(0, 0, 0, 0);
+      if (8 * octet + lane / 4 < in.num_tokens) x[octet] = *(const uint4*)from;
+    }
+    float part[OCTETS][4] = {};
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       u32 a[4];
@@ -239,11 +246,14 @@ template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, co
         if (KIND == FP8) widen_e4m3(bytes, a[half], a[half + 2]);
         if (KIND == Q8_0) widen_int8(bytes, a[half], a[half + 2]);
       }
-      const u32 low = word_of(x, 2 * step), high = word_of(x, 2 * step + 1);
-      if (KIND == BF16)
-        mma_bf16(sums, a, low, high);
-      else  // columns 0 and 2, then 1 and 3, as weights are widened
-        mma_bf16(part, a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+#pragma unroll
+      for (int octet = 0; octet < OCTETS; ++octet) {
+        const u32 low = word_of(x[octet], 2 * step), high = word_of(x[octet], 2 * step + 1);
+        if (KIND == BF16)
+          mma_bf16(sums[octet], a, low, high);
+        else  // columns 0 and 2, then 1 and 3, as weights are widened
+          mma_bf16(part[octet], a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+      }
     }
     if (KIND == BF16) continue;
     float scales[2];
@@ -254,7 +264,7 @@ template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, co
       if (KIND == Q8_0) scales[half] = fp16_to_float((run / 2 ? s.y : s.x) >> 16 * (run % 2));
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] += part[i] * scales[i / 2];
+    for (int i = 0; i < 4 * OCTETS; ++i) sums[i / 4][i % 4] += part[i / 4][i % 4] * scales[i / 2 % 2];
   }
 }
 
@@ -274,13 +284,13 @@ DEV float swiglu(float gate, float up, float limit) {
   }
   return gate / (1.f + __expf(-gate)) * up;
 }
-DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&sums)[4]) {
+DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&sums)[OCTETS][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int column = 0; column < 2; ++column) {
-    const int token = 2 * (lane % 4) + column, row = lane / 4;
+  for (int column = 0; column < 2 * OCTETS; ++column) {
+    const int token = 8 * (column / 2) + 2 * (lane % 4) + column % 2, row = lane / 4;
     if (token >= in.num_tokens) continue;
-    const float first = sums[column], second = sums[2 + column];
+    const float first = sums[column / 2][column % 2], second = sums[column / 2][2 + column % 2];
     if (m.is_pair) {
       if (8 * tile + row < m.rows)
         store(m, token, 8 * tile + row, swiglu(first, second, in.limit));
@@ -291,6 +301,18 @@ DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&su
   }
 }
 
+#if IS_AHEAD
+// The rows of some blocks to the L2.
+template <int KIND> DEV void request_blocks(const Matrix& m, int columns, int block, int last) {
+  const int rows_of_block = (m.is_pair ? 8 : 16) * TILES;
+  const int end = min(rows_of_block * last, m.rows), size = KIND == BF16 ? 2 * columns : columns;
+  for (int row = rows_of_block * block + (int)threadIdx.x; row < end; row += 32 * WARPS) {
+    request_bytes(m.weights + row * m.row_bytes, size);
+    if (m.is_pair) request_bytes(m.weights + (row + m.rows) * m.row_bytes, size);
+  }
+}
+#endif
+
 // A run of blocks; a warp has units part, part + PARTS, ... of its tile of each.
 template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memory) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % PARTS;
@@ -300,6 +322,9 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
   const int last = (int)((i64)(cta + 1) * m.num_blocks / m.num_ctas);
   int block = (int)((i64)cta * m.num_blocks / m.num_ctas);
   float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.columns));
+#if IS_AHEAD
+  request_blocks<KIND>(m, in.columns, turns > STAGES ? block : block + 1, last);
+#endif
   Rows rows = find_rows<KIND>(m, block * TILES + warp / PARTS, lane);
   Unit ring[STAGES];
 #pragma unroll
@@ -319,7 +344,7 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
     }
     const int tile = block * TILES + warp / PARTS;
     const bool has_next = block + 1 < last;
-    float sums[4] = {};
+    float sums[OCTETS][4] = {};
     for (int first = 0; first < turns; first += STAGES) {
       const bool is_end = first + STAGES >= turns;  // what is fetched from here on is of the next
       if (is_end && has_next) rows = find_rows<KIND>(m, tile + TILES, lane);
@@ -334,15 +359,22 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
     }
 #if PARTS > 1
     // Two buffers in turn: one barrier a block.
-    float* own = all_sums + ((turn_of_sums * WARPS + warp) * 32 + lane) * 4;
-    *(float4*)own = make_float4(sums[0], sums[1], sums[2], sums[3]);
+    float* own = all_sums + ((turn_of_sums * WARPS + warp) * OCTETS * 32 + lane) * 4;
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+      const float(&s)[4] = sums[octet];
+      *(float4*)(own + 128 * octet) = make_float4(s[0], s[1], s[2], s[3]);
+    }
     __syncthreads();
     if (part) continue;
 #pragma unroll
-    for (int other = 1; other < PARTS; ++other) {
-      const float4 v = *(const float4*)(own + other * 128);
-      sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
-    }
+    for (int other = 1; other < PARTS; ++other)
+#pragma unroll
+      for (int octet = 0; octet < OCTETS; ++octet) {
+        float(&s)[4] = sums[octet];
+        const float4 v = *(const float4*)(own + 128 * (other * OCTETS + octet));
+        s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
+      }
 #endif
     store_tile(m, in, tile, sums);
   }
