@@ -94,10 +94,14 @@ def step_write_case():
         *((256, 256), (1 << 20, 64, 1 << 20, 4)),
     )
     window = (512, (512, 512, 32, 128, 1, 8), cache)
-    launch = latent_step_write._launch(window, (4, 8), (entries, keys))
+    queries = ((64, 8, 512, 512, 32, True, 0.0, 9), (64 * 512, 512))
+    index_queries = ((64, 32, 128, 128, 32, False, 128**-0.5, 7), (64 * 128, 128))
+    launch = latent_step_write._launch(window, (4, 8), (entries, keys), (queries, index_queries))
     compressor = [*[FLOAT] * 7, BYTE, BYTE]
     vectors = [BFLOAT, LONG, FLOAT, FLOAT, LONG, BYTE, BYTE]
-    return launch, [*vectors, *[LONG] * 6, *compressor * 2], None, [1e-6] * 3 + [1, 1]
+    turned = [BFLOAT, FLOAT, BFLOAT, BFLOAT, FLOAT, FLOAT]
+    tensors = [*vectors, *[LONG] * 6, *compressor * 2, *turned]
+    return launch, tensors, None, [1e-6] * 4 + [1] * 4
 
 
 def read_parameters(ptx):

@@ -14,7 +14,14 @@ from tiercel.models.rope import rope_table
 from tiercel.ops import latent_step_write as op
 from tiercel.ops import step_index_torch as index_ops
 from tiercel.ops.block_quantize import decode_index_keys, decode_kv_entries, hadamard
-from tiercel.ops.latent_step_write import CompressedRows, LatentVectors, step_write_refusal
+from tiercel.ops.latent_rope import latent_rope
+from tiercel.ops.latent_step_write import (
+    CompressedRows,
+    LatentQueries,
+    LatentVectors,
+    query_refusal,
+    step_write_refusal,
+)
 from tiercel.reference import latent_rope as rope_oracle
 from tiercel.reference import latent_step_write as oracle
 
@@ -267,6 +274,78 @@ def test_refusals_say_why(device):
         assert step_write_refusal(vectors, ROTARY, rows + rows, step) == "4 compressors"
         odd = replace(rows[0], bias=rows[0].bias.double())
         assert step_write_refusal(vectors, ROTARY, [odd], step) == "a bias is torch.float64"
+
+
+def make_queries(world, num_tokens, device):
+    """Queries of 11 heads with a norm, and 21 of an indexer; rows have gaps."""
+    heads = torch.randn(num_tokens, 11 * 128 + 4, device=device)[:, : 11 * 128]
+    heads = heads.unflatten(1, (11, 128)) * torch.logspace(-3, 1, 11, device=device)[:, None]
+    index = torch.randn(num_tokens, 21 * KEY, device=device).view(num_tokens, 21, KEY)
+    return (
+        LatentQueries(heads, world.table, 1e-4, False, torch.bfloat16),
+        LatentQueries(index, world.table, None, True, torch.float32),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("start", "stop"), [(126, 131), (3, 40)], ids=["free rows", "chunk"])
+def test_queries_turn_in_the_same_launch(start, stop, count, device):
+    """The rows beside them are those of a step without queries; of a chunk they go first."""
+    torch.manual_seed(5)
+    world = World(KINDS[0], 128, True, device)
+    queries = make_queries(world, stop - start, device)[:count]
+    found = []
+
+    def run(vectors, rows, step):
+        if vectors.x.shape[0] != stop - start:
+            written(vectors, rows, step)
+            return
+        assert query_refusal(vectors, queries) in ("", "the vectors are not on a GPU")
+        found.append((vectors, op._launch(vectors, rows, step, queries)))
+
+    walk(world, run, (start, stop), device)
+    vectors, turned = found[0]
+    for query, out in zip(queries, turned, strict=True):
+        wanted = latent_rope(
+            *(query.x.cpu(), vectors.positions.cpu(), world.table.cpu()),
+            eps=query.eps,
+            has_hadamard=query.has_hadamard,
+            out_dtype=torch.float32,
+        )
+        assert out.dtype == query.out_dtype
+        unit = 2**-7 if out.dtype == torch.bfloat16 else 2e-5
+        torch.testing.assert_close(out.float().cpu(), wanted, rtol=unit, atol=1e-5)
+    torch.manual_seed(5)
+    alone = World(KINDS[0], 128, True, device)
+    walk(alone, written, (start, stop), device)
+    for planes, others in ((world.window, alone.window), *(
+        (one.planes, other.planes)
+        for one, other in zip(world.compressors, alone.compressors, strict=True)
+    )):  # fmt: skip
+        for plane, other in zip(planes, others, strict=True):
+            assert torch.equal(plane, other)
+    for one, other in zip(world.compressors, alone.compressors, strict=True):
+        for plane, same in zip(one.stored, other.stored, strict=True):
+            assert torch.equal(plane.nan_to_num(), same.nan_to_num())
+
+
+def test_refusals_of_queries(device):
+    world = World(KINDS[0], 128, True, device)
+    batch = make_batch((5,), (126,), device)
+    vectors = LatentVectors(
+        *(world.x[:5], batch.positions, world.table, world.weight, EPS),
+        *(world.window, batch.slot_mapping[2] % (8 * BLOCK)),
+    )
+    queries = make_queries(world, 5, device)
+    if device.type == "cuda":
+        assert query_refusal(vectors, queries) == ""
+    assert query_refusal(vectors, queries * 2) == "4 kinds of queries"
+    other = replace(queries[0], eps=1e-5)
+    assert query_refusal(vectors, [queries[0], other]) == "the norms have different eps"
+    many = replace(vectors, x=world.x[:65])
+    assert query_refusal(many, queries) == "65 tokens are more than 64"
+    found = op.latent_step_write(vectors, ROTARY, queries=queries)
+    assert [out.shape for out in found] == [query.x.shape for query in queries]
 
 
 @pytest.mark.gpu

@@ -23,8 +23,7 @@ from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
 from tiercel.layers.linear_group import GroupedLinear, multiply_group
 from tiercel.layers.norm import RMSNorm
-from tiercel.ops.latent_rope import latent_rope
-from tiercel.ops.latent_step_write import LatentVectors
+from tiercel.ops.latent_step_write import LatentQueries, LatentVectors
 from tiercel.ops.sparse_attention import sparse_attention
 from tiercel.ops.sparse_attention_torch import PagedEntries
 from tiercel.ops.step_index_torch import CompressStep, StepIndex
@@ -154,7 +153,7 @@ class CompressedAttention:
         qa, kv, *projected = multiply_group(x, [parts.q_a, parts.kv, *project])
         q, *index_q = multiply_group(qa, heads, parts.q_norm)
         q = q.view(-1, self._sink.shape[0], self.latents.head_dim)
-        q = latent_rope(q, step.positions, table, eps=parts.eps)
+        queries = [LatentQueries(q, table, parts.eps, False, q.dtype)]
         rotation = step.positions, table
         vectors = LatentVectors(
             *(kv, step.positions, table, parts.kv_norm, parts.eps),
@@ -162,10 +161,12 @@ class CompressedAttention:
         )
         chosen, entries = None, None
         if compression is None:
-            self.latents.write_step(vectors)
+            (q,) = self.latents.write_step(vectors, queries=queries)
         else:
             entries = step.compressed[compression.ratio]
-            chosen = self._compress(compression, projected[0], index_q, vectors, step)
+            if compression.indexer is not None:
+                queries.append(compression.indexer.queries(index_q[0]))
+            q, chosen = self._compress(compression, projected[0], queries, vectors, step)
         out = self._attend(q, step, entries, chosen)
         out = self._output.wo_a(out, rotation)
         return multiply_group(out, [self._output.wo_b])[0]
@@ -174,11 +175,11 @@ class CompressedAttention:
         self,
         parts: Compression,
         projected: Tensor,
-        index_q: list[Tensor],
+        queries: list[LatentQueries],
         vectors: LatentVectors,
         step: StepIndex,
-    ) -> Tensor | None:
-        """Write vectors and entries that complete; returns those that the indexer chooses."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write vectors and entries that complete; the queries, and what the indexer chooses."""
         entries = step.compressed[parts.ratio]
         width = parts.compressor.width
         kv, gate, *rest = projected.split_with_sizes(
@@ -187,12 +188,12 @@ class CompressedAttention:
         stored = self._inputs["kv"], self._inputs["gate"]
         rows = [parts.compressor.rows((kv, gate), stored, _planes(self._entries))]
         if parts.indexer is None:
-            self.latents.write_step(vectors, rows, entries)
-            return None
+            (q,) = self.latents.write_step(vectors, rows, entries, queries)
+            return q, None
         index_kv, index_gate, weights = rest
         rows.append(parts.indexer.key_rows((index_kv, index_gate), self._entries, self._inputs))
-        self.latents.write_step(vectors, rows, entries)
-        return parts.indexer(index_q[0], weights, self._entries, step, entries)
+        q, index_q = self.latents.write_step(vectors, rows, entries, queries)
+        return q, parts.indexer(index_q, weights, self._entries, step, entries)
 
     def _attend(
         self, q: Tensor, step: StepIndex, entries: CompressStep | None, chosen: Tensor | None

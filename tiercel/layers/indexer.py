@@ -10,7 +10,7 @@ from tiercel.layers.compressor import Compressor
 from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
 from tiercel.ops.indexer_topk import indexer_topk
-from tiercel.ops.latent_step_write import CompressedRows
+from tiercel.ops.latent_step_write import CompressedRows, LatentQueries
 from tiercel.ops.step_index_torch import CompressStep, StepIndex
 
 
@@ -49,13 +49,18 @@ class Indexer:
         has_hadamard = self.latents.has_index_hadamard
         return self.compressor.rows(inputs, before, keys, has_hadamard=has_hadamard)
 
+    def queries(self, q: Tensor) -> LatentQueries:
+        """The queries (T, heads * index_dim) of `q_proj`, still to be rotated."""
+        q = q.view(-1, self.num_heads, self.latents.index_dim)
+        return self.latents.index_queries(q, self.table)
+
     def __call__(
         self, q: Tensor, weights: Tensor, planes: Planes, step: StepIndex, entries: CompressStep
     ) -> Tensor:
         """Choose entries.
 
         Args:
-            q: (T, heads * index_dim), of `q_proj`.
+            q: (T, heads, index_dim), of `queries` as they were rotated.
             weights: (T, heads) float32, of the heads' scores.
             planes: of the entries, the step's own among them.
             step: the step.
@@ -64,9 +69,8 @@ class Indexer:
         Returns:
             (T, k) int32 entries of each token's sequence, then -1.
         """
-        q = q.view(-1, self.num_heads, self.latents.index_dim)
         return indexer_topk(
-            self.latents.index_queries(q, step.positions, self.table),
+            self.latents.round_index_queries(q),
             weights,
             self.latents.paged_keys(planes, entries.block_tables, step.rows),
             entries.visible,

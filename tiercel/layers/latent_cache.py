@@ -19,7 +19,12 @@ from tiercel.ops.block_quantize import hadamard, round_fp4_g32, round_kv_entries
 from tiercel.ops.indexer_topk_torch import PagedKeys
 from tiercel.ops.kv_compress import kv_compress_step
 from tiercel.ops.latent_rope import latent_cache_write, latent_rope
-from tiercel.ops.latent_step_write import CompressedRows, LatentVectors, latent_step_write
+from tiercel.ops.latent_step_write import (
+    CompressedRows,
+    LatentQueries,
+    LatentVectors,
+    latent_step_write,
+)
 from tiercel.ops.sparse_attention_torch import PagedEntries, SlottedKV
 from tiercel.ops.step_index_torch import CompressStep
 from tiercel.quant_types import INDEX_GROUP, KV_GROUP, SCALE_PAD
@@ -79,17 +84,21 @@ class LatentFormat:
         vectors: LatentVectors,
         compressed: Sequence[CompressedRows] = (),
         step: CompressStep | None = None,
-    ) -> None:
-        """Write a step's vectors, and what its compressors add.
+        queries: Sequence[LatentQueries] = (),
+    ) -> list[Tensor]:
+        """Write a step's vectors, and what its compressors add; norm and rotate its queries.
 
         Args:
             vectors: of the step.
             compressed: of the compressors of entries and index keys.
             step: which entries complete; None without compressors.
+            queries: of the step's tokens.
+
+        Returns:
+            The queries (T, heads, d).
         """
         if not self.is_native or self._is_encoded:
-            latent_step_write(vectors, self.rotary_dim, compressed, step)
-            return
+            return latent_step_write(vectors, self.rotary_dim, compressed, step, queries)
         rows = latent_rope(
             *(vectors.x.float(), vectors.positions, vectors.table),
             eps=vectors.eps,
@@ -108,22 +117,22 @@ class LatentFormat:
             is_key = part.has_hadamard
             new = round_fp4_g32(hadamard(new)) if is_key else round_kv_entries(new, self.rotary_dim)
             latent_cache_write(new, part.planes[0], step.entry_slots)
+        return [query.turned(vectors.positions) for query in queries]
 
     def kv_part(self, planes: Planes, entries: PagedEntries) -> SlottedKV:
         """Vectors for attention, of the entries of each token."""
         return SlottedKV(planes["kv"], entries, planes.get("kv_scales"), self.rotary_dim)
 
-    def index_queries(self, q: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        """Index queries (T, heads, index_dim), rotated, as they meet the keys.
+    def index_queries(self, q: Tensor, table: Tensor) -> LatentQueries:
+        """Index queries (T, heads, index_dim), still to be rotated, as they meet the keys.
 
-        They are float32, or bfloat16 if it holds them. Where keys are rounded, both pass a Hadamard
-        rotation; otherwise it cancels in the product.
+        They become float32. Where keys are rounded, both pass a Hadamard rotation; otherwise it
+        cancels in the product.
         """
-        q = latent_rope(
-            *(q, positions, table),
-            has_hadamard=self.has_index_hadamard,
-            out_dtype=torch.float32,
-        )
+        return LatentQueries(q, table, None, self.has_index_hadamard, torch.float32)
+
+    def round_index_queries(self, q: Tensor) -> Tensor:
+        """Rotated index queries, as published code rounds them; bfloat16 holds those."""
         return round_fp4_g32(q).bfloat16() if self.is_native else q
 
     def paged_keys(self, planes: Planes, block_tables: Tensor, seq_ids: Tensor) -> PagedKeys:

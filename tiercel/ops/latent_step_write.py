@@ -1,4 +1,4 @@
-"""What a step of DeepSeek-V4 adds to the cache of a layer: vectors, entries, inputs, index keys."""
+"""What a step of DeepSeek-V4 adds to the cache of a layer, and its queries, in one launch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,43 @@ from tiercel.ops.latent_rope import (
     check_table,
     has_whole_rows,
     index_key_write,
+    latent_rope,
     latent_write,
     rope_refusal,
 )
 from tiercel.ops.step_index_torch import CompressStep
+
+# Tokens whose queries are turned by the launch that writes the cache. Of more, most programs turn
+# queries, and would have the registers of those that form entries.
+MOST_QUERY_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LatentQueries:
+    """Queries of a step's tokens, which pass `latent_rope`.
+
+    Attributes:
+        x: (T, heads, d), float32, bfloat16 or float16.
+        table: (max_positions, 2, half) float32, cosines and sines.
+        eps: of a norm of each head without weight; None for no norm.
+        has_hadamard: whether heads pass `hadamard` after the rotation.
+        out_dtype: of the results.
+    """
+
+    x: Tensor
+    table: Tensor
+    eps: float | None
+    has_hadamard: bool
+    out_dtype: torch.dtype
+
+    def turned(self, positions: Tensor) -> Tensor:
+        """By a launch of their own."""
+        return latent_rope(
+            *(self.x, positions, self.table),
+            eps=self.eps,
+            has_hadamard=self.has_hadamard,
+            out_dtype=self.out_dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +108,21 @@ def latent_step_write(
     rotary_dim: int,
     compressors: Sequence[CompressedRows] = (),
     step: CompressStep | None = None,
-) -> None:
+    queries: Sequence[LatentQueries] = (),
+) -> list[Tensor]:
     """Write a step's vectors, the entries that it completes, and the inputs of its compressors.
+
+    Queries of the same tokens may be normed and rotated in the same launch.
 
     Args:
         vectors: of the step.
         rotary_dim: their last channels, which rotate.
         compressors: up to 2, of one kind of compression.
         step: which entries complete; given with compressors.
+        queries: of the step's tokens.
+
+    Returns:
+        The queries (T, heads, d) as `latent_rope` gives them, contiguous.
 
     Raises:
         ArgumentError: shapes or dtypes disagree, or compressors come without a step.
@@ -97,9 +137,12 @@ def latent_step_write(
         )
     if step_write_refusal(vectors, rotary_dim, compressors, step):
         _write_one_by_one(vectors, rotary_dim, compressors, step)
-        return
+        return [query.turned(vectors.positions) for query in queries]
     _check(vectors, compressors, step)
-    _launch(vectors, compressors, step)
+    if query_refusal(vectors, queries):
+        _launch(vectors, compressors, step)
+        return [query.turned(vectors.positions) for query in queries]
+    return _launch(vectors, compressors, step, queries)
 
 
 def step_write_refusal(
@@ -128,6 +171,22 @@ def step_write_refusal(
             return "the channels of an entry are not next to each other"
     is_dense = step.terms.fresh.is_contiguous() and step.terms.stored.is_contiguous()
     return "" if is_dense else "the terms are strided"
+
+
+def query_refusal(vectors: LatentVectors, queries: Sequence[LatentQueries]) -> str:
+    """Why the launch that writes a step does not turn queries; "" if it does."""
+    if vectors.x.shape[0] > MOST_QUERY_TOKENS:
+        return f"{vectors.x.shape[0]} tokens are more than {MOST_QUERY_TOKENS}"
+    if len(queries) > 2:
+        return f"{len(queries)} kinds of queries"
+    if len({query.eps for query in queries} - {None}) > 1:
+        return "the norms have different eps"
+    for query in queries:
+        check_table(query.x, vectors.positions, query.table)
+        reason = rope_refusal(query.x)
+        if reason or not has_whole_rows(query.x, query.has_hadamard):
+            return reason or "a Hadamard transform does not fit"
+    return ""
 
 
 def _write_one_by_one(
@@ -184,8 +243,11 @@ def _check(
 
 
 def _launch(
-    vectors: LatentVectors, compressors: Sequence[CompressedRows], step: CompressStep | None
-) -> None:
+    vectors: LatentVectors,
+    compressors: Sequence[CompressedRows],
+    step: CompressStep | None,
+    queries: Sequence[LatentQueries] = (),
+) -> list[Tensor]:
     from tiercel.kernels.attention import latent_step_write as kernel
 
     own = kernel.VectorPart(
@@ -205,4 +267,19 @@ def _launch(
         indices = [step.phase, terms.entries, terms.fresh, terms.stored]
         indices += [step.entry_slots, step.input_slots]
     has_free_rows = step is None or step.has_free_rows
-    kernel.launch_latent_step_write(own, parts, indices, has_free_rows=has_free_rows)
+    outs = [
+        torch.empty(query.x.shape, dtype=query.out_dtype, device=query.x.device)
+        for query in queries
+    ]
+    turned = [
+        kernel.QueryPart(
+            *(query.x, query.table.contiguous(), out),
+            *(query.eps is not None, query.has_hadamard),
+        )
+        for query, out in zip(queries, outs, strict=True)
+    ]
+    eps = next((query.eps for query in queries if query.eps is not None), 0.0)
+    kernel.launch_latent_step_write(
+        own, parts, indices, has_free_rows=has_free_rows, queries=turned, query_eps=eps
+    )
+    return outs

@@ -1,9 +1,11 @@
-"""All that a step of DeepSeek-V4 adds to the cache of one layer, in one launch.
+"""All that a step of DeepSeek-V4 adds to the cache of one layer, and its queries, in one launch.
 
     program         writes
     entry           one entry of a compressor, from inputs of this step and of the cache
     index key       one key of the indexer's compressor, likewise
     vector          one token's latent vector, normed and rotated
+    query           some heads of a token's queries, likewise
+    index query     some heads of the indexer's queries, rotated
     inputs          one token's kv and gate of both compressors
 
 Vectors and entries are encoded as the cache has them. Where an input of a step takes the row of one
@@ -37,6 +39,7 @@ from tiercel.kernels.fused.latent_rope import (
     rotated,
     shape_constants,
     store_entry,
+    turn_heads,
 )
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
@@ -47,9 +50,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WARPS = 8  # of all programs: one number for all sizes of a step, so that sums keep their order
-MOST_COMPRESSORS = 2
+MOST_COMPRESSORS, MOST_QUERIES = 2, 2
+ELEMENTS = 4096  # of queries in a program
 STEP_POINTERS: Final = 6
 COMPRESSOR_POINTERS: Final = 9
+QUERY_POINTERS: Final = 3
 
 
 @triton.jit
@@ -156,8 +161,62 @@ def _write_inputs(
     )
 
 
+@triton.jit
+def _turn_query(
+    place,
+    x_ptr,
+    table_ptr,
+    out_ptr,
+    positions_ptr,
+    eps,
+    HEADS: tl.constexpr,  # tuples as in the kernel
+    STRIDES: tl.constexpr,
+):
+    """Some heads of one token's queries; `place` counts them through all tokens."""
+    PROGRAMS: tl.constexpr = (HEADS[0] + HEADS[1] - 1) // HEADS[1]
+    turn_heads(
+        *(place // PROGRAMS, place % PROGRAMS * HEADS[1]),
+        *(x_ptr, positions_ptr, table_ptr, None, out_ptr, eps),
+        *(STRIDES, HEADS[0], HEADS[1], HEADS[2], HEADS[3], HEADS[4]),
+        *(HEADS[5], False, HEADS[6], HEADS[7]),
+    )
+
+
+@triton.jit
+def _turn_queries(
+    place,
+    x0_ptr,
+    table0_ptr,
+    out0_ptr,
+    x1_ptr,
+    table1_ptr,
+    out1_ptr,
+    positions_ptr,
+    eps,
+    num_heads0,
+    num_heads1,
+    QUERIES: tl.constexpr,
+    HEADS0: tl.constexpr,
+    STRIDES0: tl.constexpr,
+    HEADS1: tl.constexpr,
+    STRIDES1: tl.constexpr,
+):
+    """Some heads of one token's queries of one kind, if the program is one of theirs."""
+    if QUERIES > 0:  # noqa: SIM102 - known when the kernel is compiled
+        if (place >= 0) & (place < num_heads0):
+            _turn_query(place, x0_ptr, table0_ptr, out0_ptr, positions_ptr, eps, HEADS0, STRIDES0)
+    if QUERIES > 1:
+        place -= num_heads0
+        if (place >= 0) & (place < num_heads1):
+            _turn_query(place, x1_ptr, table1_ptr, out1_ptr, positions_ptr, eps, HEADS1, STRIDES1)
+
+
 # Not specialised: a kernel for each divisibility of a count would be compiled between two steps.
-@triton.jit(do_not_specialize=["eps", "eps0", "eps1", "num_entries", "num_vectors"])
+@triton.jit(
+    do_not_specialize=[
+        *("eps", "eps0", "eps1", "eps2", "num_entries", "num_vectors", "num_heads0", "num_heads1"),
+    ]
+)
 def latent_step_write_kernel(
     x_ptr,  # (tokens, WIDTH), inner stride 1
     positions_ptr,  # (tokens,)
@@ -177,9 +236,13 @@ def latent_step_write_kernel(
     weight0_ptr, table0_ptr, cache0_ptr, scales0_ptr,
     kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr, stored_gate1_ptr,  # of the second
     weight1_ptr, table1_ptr, cache1_ptr, scales1_ptr,
-    eps, eps0, eps1,  # of vectors and of both compressors
+    # Queries (tokens, heads, width), inner stride 1; their tables; results, contiguous.
+    query0_ptr, query_table0_ptr, query_out0_ptr,
+    query1_ptr, query_table1_ptr, query_out1_ptr,
+    eps, eps0, eps1, eps2,  # of vectors, of both compressors, of the queries' norms
     num_entries,  # programs of each compressor
-    num_vectors,  # programs of vectors; the rest write inputs
+    num_vectors,  # programs of vectors
+    num_heads0, num_heads1,  # programs of both queries; the rest write inputs
     X_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,  # WIDTH, BLOCK, HALF, PER_BLOCK, FORMAT, SCALES
     WINDOW_STRIDES: tl.constexpr,
@@ -194,6 +257,11 @@ def latent_step_write_kernel(
     FRESH1: tl.constexpr, STORED_KV1: tl.constexpr, STORED_GATE1: tl.constexpr,
     CHANNELS1: tl.constexpr,
     STRIDES1: tl.constexpr,
+    QUERIES: tl.constexpr,  # how many there are
+    HEADS0: tl.constexpr,  # HEADS, ROWS, WIDTH, BLOCK, HALF, HAS_NORM, HADAMARD, LOG
+    QUERY_STRIDES0: tl.constexpr,  # of tokens and heads
+    HEADS1: tl.constexpr,
+    QUERY_STRIDES1: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One entry, one index key, one vector, or one token's inputs."""
@@ -222,8 +290,14 @@ def latent_step_write_kernel(
             *(token, x_ptr, positions_ptr, window_table_ptr, window_weight_ptr, window_slots_ptr),
             *(window_ptr, window_scales_ptr, eps, X_STRIDE, WINDOW_STRIDES, WINDOW),
         )
+    token -= num_vectors
+    _turn_queries(
+        *(token, query0_ptr, query_table0_ptr, query_out0_ptr),
+        *(query1_ptr, query_table1_ptr, query_out1_ptr, positions_ptr, eps2),
+        *(num_heads0, num_heads1, QUERIES, HEADS0, QUERY_STRIDES0, HEADS1, QUERY_STRIDES1),
+    )
     if COMPRESSORS > 0:
-        token -= num_vectors
+        token -= num_heads0 + num_heads1
         if token >= 0:
             slot = tl.load(input_slots_ptr + token)
             if slot >= 0:
@@ -324,11 +398,53 @@ class CompressorPart:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class QueryPart:
+    """Queries of a step that are normed and rotated.
+
+    Attributes:
+        x: (T, heads, width), inner stride 1.
+        table: (positions, 2, half) float32, contiguous.
+        out: the shape of x, contiguous.
+        has_norm: whether heads pass a norm without weight.
+        has_hadamard: whether they pass that rotation, as index queries.
+    """
+
+    x: Tensor
+    table: Tensor
+    out: Tensor
+    has_norm: bool
+    has_hadamard: bool
+
+    def tensors(self) -> list[Tensor | None]:
+        """Pointers of the kernel."""
+        return [self.x, self.table, self.out]
+
+    def constants(self) -> tuple[tuple[object, ...], tuple[int, int]]:
+        """HEADS and QUERY_STRIDES of the kernel."""
+        _, num_heads, width = self.x.shape
+        block, factor, log = shape_constants(width, has_hadamard=self.has_hadamard)
+        sizes = (num_heads, self._rows(), width, block, self.table.shape[2])
+        return (*sizes, self.has_norm, factor, log), (self.x.stride(0), self.x.stride(1))
+
+    def _rows(self) -> int:
+        """Heads of a program."""
+        _, num_heads, width = self.x.shape
+        block, _, _ = shape_constants(width, has_hadamard=self.has_hadamard)
+        return int(min(max(1, ELEMENTS // block), triton.next_power_of_2(num_heads)))
+
+    @property
+    def num_programs(self) -> int:
+        """Programs of all tokens."""
+        return self.x.shape[0] * -(-self.x.shape[1] // self._rows())
+
+
 @functools.cache
 def _launch(
     window: tuple[object, ...],
     term_sizes: tuple[int, int],
     compressors: tuple[tuple[object, ...], ...],
+    queries: tuple[tuple[object, ...], ...] = (),
 ) -> TritonLaunch:
     ratio, count = term_sizes
     terms = min(TERMS, triton.next_power_of_2(count))
@@ -338,6 +454,10 @@ def _launch(
     for i in range(MOST_COMPRESSORS):
         given = compressors[i] if i < len(compressors) else (0,) * len(names)
         constants |= {f"{name}{i}": value for name, value in zip(names, given, strict=True)}
+    constants["QUERIES"] = len(queries)
+    for i in range(MOST_QUERIES):
+        heads, strides = queries[i] if i < len(queries) else (0, 0)
+        constants |= {f"HEADS{i}": heads, f"QUERY_STRIDES{i}": strides}
     return TritonLaunch(latent_step_write_kernel, WARPS, constants)
 
 
@@ -347,29 +467,38 @@ def launch_latent_step_write(
     step: Sequence[torch.Tensor],
     *,
     has_free_rows: bool,
+    queries: Sequence[QueryPart] = (),
+    query_eps: float = 0.0,
 ) -> None:
     """Enqueue on the current stream; the op has checked.
 
     step: phase, entries, fresh, stored, entry_slots and input_slots of a `CompressStep`, terms
     contiguous; empty without compressors. has_free_rows: whether inputs take no row that is read.
+    queries: of the same tokens, up to 2. query_eps: of their norms.
     """
     num_tokens = vectors.x.shape[0]
     if num_tokens == 0:
         return
     term_sizes = (compressors[0].bias.shape[0], step[2].shape[1]) if compressors else (1, 1)
     parts = tuple(part.constants() for part in compressors)
-    launch = _launch(vectors.constants(), term_sizes, parts)
+    turned = tuple(part.constants() for part in queries)
+    launch = _launch(vectors.constants(), term_sizes, parts, turned)
     indices: Sequence[Tensor | None] = step or (None,) * STEP_POINTERS
     tensors = [*vectors.tensors(), *indices]
     for part in compressors:
         tensors += part.tensors()
     tensors += [None] * COMPRESSOR_POINTERS * (MOST_COMPRESSORS - len(compressors))
+    for query in queries:
+        tensors += query.tensors()
+    tensors += [None] * QUERY_POINTERS * (MOST_QUERIES - len(queries))
     eps = [part.eps for part in compressors] + [0.0] * (MOST_COMPRESSORS - len(compressors))
+    heads = [query.num_programs for query in queries] + [0] * (MOST_QUERIES - len(queries))
     num_entries = step[1].shape[0] if compressors else 0
-    outputs = len(compressors) * num_entries + num_tokens
+    outputs = len(compressors) * num_entries + num_tokens + sum(heads)
     inputs = num_tokens if compressors else 0
+    all_eps = (vectors.eps, *eps, query_eps)
     if has_free_rows:
-        launch((outputs + inputs, 1, 1), tensors, (vectors.eps, *eps, num_entries, num_tokens))
+        launch((outputs + inputs, 1, 1), tensors, (*all_eps, num_entries, num_tokens, *heads))
         return
-    launch((outputs, 1, 1), tensors, (vectors.eps, *eps, num_entries, num_tokens))
-    launch((inputs, 1, 1), tensors, (vectors.eps, *eps, 0, 0))
+    launch((outputs, 1, 1), tensors, (*all_eps, num_entries, num_tokens, *heads))
+    launch((inputs, 1, 1), tensors, (*all_eps, 0, 0, 0, 0))

@@ -198,6 +198,44 @@ def store_entry(
             store_fp4(x, cache, scales, BLOCK, 32)
 
 
+@triton.jit
+def turn_heads(
+    token,
+    first,  # head
+    x_ptr,  # the others as in `latent_rope_kernel`
+    positions_ptr,
+    table_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    STRIDES: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_INVERSE: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """ROWS heads of a token, normed and rotated."""
+    head = first + tl.arange(0, ROWS)
+    channel = tl.arange(0, BLOCK)
+    mask = (head[:, None] < HEADS) & (channel[None, :] < WIDTH)
+    place = token * STRIDES[0] + head[:, None] * STRIDES[1] + channel[None, :]
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        x = normed(x, weight_ptr, channel, eps, WIDTH)
+    if table_ptr is not None:
+        position = tl.load(positions_ptr + token)
+        x = rotated(x, table_ptr, position, WIDTH, BLOCK, HALF, IS_INVERSE)
+    if HADAMARD > 0:
+        x = hadamard(x, HADAMARD, LOG, ROWS, BLOCK)
+    place = (token * HEADS + head[:, None]) * WIDTH + channel[None, :]
+    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["eps"])
 def latent_rope_kernel(
     x_ptr,  # (tokens, heads, WIDTH), inner stride 1
@@ -220,21 +258,11 @@ def latent_rope_kernel(
 ):
     """ROWS heads of a token."""
     wait_for_inputs(IS_DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, BLOCK)
-    mask = (head[:, None] < HEADS) & (channel[None, :] < WIDTH)
-    place = token * STRIDES[0] + head[:, None] * STRIDES[1] + channel[None, :]
-    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        x = normed(x, weight_ptr, channel, eps, WIDTH)
-    if table_ptr is not None:
-        position = tl.load(positions_ptr + token)
-        x = rotated(x, table_ptr, position, WIDTH, BLOCK, HALF, IS_INVERSE)
-    if HADAMARD > 0:
-        x = hadamard(x, HADAMARD, LOG, ROWS, BLOCK)
-    place = (token * HEADS + head[:, None]) * WIDTH + channel[None, :]
-    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=mask)
+    turn_heads(
+        *(tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS),
+        *(x_ptr, positions_ptr, table_ptr, weight_ptr, out_ptr, eps),
+        *(STRIDES, HEADS, ROWS, WIDTH, BLOCK, HALF, HAS_NORM, IS_INVERSE, HADAMARD, LOG),
+    )
 
 
 @triton.jit(do_not_specialize=["eps"])
