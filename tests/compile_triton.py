@@ -44,7 +44,8 @@ def cases():
     yield "odd slots", launch, heads, [place != 3 for place in range(8)], [1e-6]
     launch, _ = rotary_kv_write._launch(15, 3, 100, 13)
     yield "partial", launch, [*heads[:6], None, None], None, [0.0]
-    yield "act_mul", act_mul._launch(12288, 24576, "silu"), [HALF, HALF], None, []
+    launch = act_mul._launch(12288, (24576, 24576), "silu", 10.0)
+    yield "act_mul", launch, [HALF, HALF, HALF], None, []
     yield from deepseek_v4_cases()
 
 

@@ -134,7 +134,7 @@ def test_refusals(calls, device):
     x = torch.randn(2, IN, device=device).bfloat16()
     parts = make_parts(device)
     assert group_refusal(x, parts, None) == ""
-    assert "9 tokens" in group_refusal(x[:1].expand(9, -1), parts, None)
+    assert "17 tokens" in group_refusal(x[:1].expand(17, -1), parts, None)
     wide = RMSNorm(torch.ones(IN, device=device), 1e-6, torch.float32)
     assert group_refusal(x, parts, wide) == "the norm gives torch.float32"
     rounded = make_linear(make_fp8((OUT, IN), device=device), rounds_input=True)

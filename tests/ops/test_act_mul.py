@@ -40,7 +40,7 @@ def check(out, x, activation, tolerance):
 def test_kernel_matches_oracle(rows, inner, dtype, activation, device):
     x = make_case(rows, inner, dtype, device)
     guarded = torch.full((rows + 2, inner), float("nan"), dtype=dtype, device=device)
-    kernel.launch_act_mul(x, guarded[1:-1], activation)
+    kernel.launch_act_mul(*x.chunk(2, dim=1), guarded[1:-1], activation)
     check(guarded[1:-1], x, activation, KERNEL)
     assert guarded[0].isnan().all()  # nothing outside the rows is written
     assert guarded[-1].isnan().all()
@@ -65,10 +65,24 @@ def test_extremes_stay_finite(activation, device):
     gate = torch.tensor([-3e4, -100.0, -0.0, 0.0, 100.0, 3e4], device=device)
     x = torch.cat((gate, torch.full_like(gate, 0.5))).unsqueeze(0)
     out = torch.full((1, 6), float("nan"), device=device)
-    kernel.launch_act_mul(x, out, activation)
+    kernel.launch_act_mul(*x.chunk(2, dim=1), out, activation)
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 50.0, 1.5e4]])
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-30)
     torch.testing.assert_close(act_mul(x, activation).cpu(), expected, rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", KERNEL, ids=str)
+def test_a_limit_clamps_both(dtype, device):
+    """Gate above alone, up on both sides; NaN stays NaN."""
+    x = make_case(4, 1025, dtype, device)
+    gate, up = x[:, :1025], x[:, 1025:]
+    gate[1, 3] = up[2, 5] = float("nan")
+    out = torch.full((4, 1025), float("nan"), dtype=dtype, device=device)
+    kernel.launch_act_mul(gate, up, out, "silu", 1.5)
+    clamped = torch.cat((gate.clamp(max=1.5), up.clamp(-1.5, 1.5)), dim=1)
+    expected = oracle.act_mul(clamped.cpu(), "silu")
+    tolerance = {"rtol": KERNEL[dtype], "atol": SMALLEST, "equal_nan": True}
+    torch.testing.assert_close(out.double().cpu(), expected, **tolerance)
 
 
 @pytest.mark.gpu
@@ -82,7 +96,7 @@ def test_offsets_pass_32_bits(device):
 
 def test_no_rows(device):
     x = torch.empty(0, 10, device=device)
-    kernel.launch_act_mul(x, torch.empty(0, 5, device=device), "silu")
+    kernel.launch_act_mul(*x.chunk(2, dim=1), torch.empty(0, 5, device=device), "silu")
     assert act_mul(x, "silu").shape == (0, 5)
 
 

@@ -33,13 +33,13 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
         )
     if x.stride(1) != 1:
         raise ArgumentError(f"act_mul: x has inner stride {x.stride(1)}.", hint="Pass 1.")
+    gate, up = x.chunk(2, dim=1)
     if x.is_cuda:
         from tiercel.kernels.fused.act_mul import launch_act_mul
 
-        out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype, device=x.device)
-        launch_act_mul(x, out, activation)
+        out = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
+        launch_act_mul(gate, up, out, activation)
         return out
-    gate, up = x.chunk(2, dim=1)
     if activation == "silu":
         return torch.nn.functional.silu(gate).mul_(up)
     return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)

@@ -56,6 +56,12 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
             hint="Pass equal shapes.",
         )
     _check_limit("clamped_swiglu", limit)
+    if gate.is_cuda and gate.dim() == 2 and gate.stride(1) == up.stride(1) == 1:
+        from tiercel.kernels.fused.act_mul import launch_act_mul
+
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        launch_act_mul(gate, up, out, "silu", limit)
+        return out
     return torch_ops.swiglu(gate, up, limit).to(gate.dtype)
 
 
