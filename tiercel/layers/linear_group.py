@@ -91,10 +91,12 @@ class GroupedLinear:
     num_groups: int
     dense: Tensor | None = None
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], following: Linear | None = None
+    ) -> Tensor:
         """Undo the rotation of heads (T, heads, d), and multiply: (T, groups * out), dtype of x.
 
-        rotation: positions (T,) and table of `latent_rope`.
+        rotation: positions (T,) and table of `latent_rope`. following: layer that reads the result.
         """
         matrix = GroupMatrix(self.weight, self.num_groups, out_dtype=x.dtype)
         flat = x.flatten(1)
@@ -107,7 +109,10 @@ class GroupedLinear:
         ):
             x = latent_rope(x, *rotation, inverse=True)
             return grouped_linear(x, self._decoded(x.dtype), self.num_groups)
-        return linear_group(flat, [matrix], rotation=(*rotation, x.shape[2]))[0]
+        segments = () if following is None else following.weight.segments
+        weight = next((part for part in segments if isinstance(part, GroupWeight)), None)
+        turn = (*rotation, x.shape[2])
+        return linear_group(flat, [matrix], rotation=turn, following=weight)[0]
 
     def _decoded(self, dtype: torch.dtype) -> Tensor | QuantTensor:
         """What `grouped_linear` takes."""

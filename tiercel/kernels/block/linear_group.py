@@ -147,12 +147,14 @@ class GroupInput(NamedTuple):
             last 2 * half channels of each head are turned by the negative angle.
         head_dim: channels of a head.
         limit: of the clamped SwiGLU; None for no clamp.
+        following: contiguous weights that the next launch reads, requested meanwhile, or None.
     """
 
     norm: tuple[Tensor, float] | None = None
     rotation: tuple[Tensor, Tensor] | None = None
     head_dim: int = 1
     limit: float | None = None
+    following: Tensor | None = None
 
     @property
     def kind(self) -> int:
@@ -199,14 +201,24 @@ class _Input(ctypes.Structure):
         ("rotary", _INT),
         ("limit", ctypes.c_float),
         ("has_long_positions", _INT),
+        ("next", _POINTER),
+        ("next_bytes", _LONG),
     )
 
 
 @functools.cache
 def cuda_source(
-    kinds: int, kind_of_input: int, config: LinearGroupConfig, octets: int = 1
+    kinds: int,
+    kind_of_input: int,
+    config: LinearGroupConfig,
+    octets: int = 1,
+    *,
+    has_next: bool = False,
 ) -> rtc.KernelSource:
-    """The kernel for some formats, a bit each in the order of `KINDS`, and tokens in eights."""
+    """The kernel for some formats, a bit each in the order of `KINDS`, and tokens in eights.
+
+    has_next: whether it requests the weights of the next launch.
+    """
     macros = (
         ("IS_BF16", 1),
         ("KINDS", kinds),
@@ -217,6 +229,7 @@ def cuda_source(
         ("INPUT", kind_of_input),
         ("OCTETS", octets),
         ("IS_AHEAD", int(config.is_ahead)),
+        ("HAS_NEXT", int(has_next)),
     )
     return rtc.KernelSource("linear_group", macros)
 
@@ -324,8 +337,11 @@ def launch_linear_group(
         0 if table is None else 2 * table.shape[2],
         given.limit or 0.0,
         int(positions is not None and positions.dtype == torch.int64),
+        _address(given.following),
+        0 if given.following is None else given.following.nbytes // 16 * 16,
     )
-    source = cuda_source(kinds, given.kind, config, _octets(num_tokens))
+    has_next = given.following is not None
+    source = cuda_source(kinds, given.kind, config, _octets(num_tokens), has_next=has_next)
     rtc.launch(
         rtc.load_kernel(source, x.device, smem),
         first,

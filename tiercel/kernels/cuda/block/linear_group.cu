@@ -15,7 +15,8 @@
 //
 // Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
 // CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back), OCTETS (of tokens),
-// IS_AHEAD (whether the blocks after the first are requested before the wait).
+// IS_AHEAD (whether the blocks after the first are requested before the wait), HAS_NEXT (whether the
+// weights of the next launch are requested).
 #include "block/linear_group_ptx.cuh"
 #include "include/attention_ptx.cuh"
 
@@ -56,6 +57,8 @@ struct Input {
   int head, rotary;  // channels of a head, of them the last that rotate
   float limit;       // of the clamped SwiGLU; 0 for none
   int has_long_positions;  // of 64 bits, not of 32
+  const u8* next;         // HAS_NEXT: what the next launch reads, to the L2 meanwhile
+  i64 next_bytes;         // a multiple of 16
 };
 
 // Registers of a lane for a unit of its two rows: 128 bytes a row among four lanes.
@@ -313,6 +316,20 @@ template <int KIND> DEV void request_blocks(const Matrix& m, int columns, int bl
 }
 #endif
 
+// A CTA's share of what the next launch reads, a part of it for each block of its run: it takes the
+// place in the L2 of weights that have been read.
+#if HAS_NEXT
+#define NEXT_BYTES 2048
+DEV void request_share(const Input& in, int turn, int turns) {
+  const i64 units = in.next_bytes / 16, ctas = gridDim.x;
+  const i64 first = units * blockIdx.x / ctas, count = units * (blockIdx.x + 1) / ctas - first;
+  const i64 end = 16 * (first + count * (turn + 1) / turns);
+  i64 at = 16 * (first + count * turn / turns) + (i64)threadIdx.x * NEXT_BYTES;
+  for (; at < end; at += 32 * WARPS * NEXT_BYTES)
+    request_bytes(in.next + at, (u32)min(end - at, (i64)NEXT_BYTES));
+}
+#endif
+
 // A run of blocks; a warp has units part, part + PARTS, ... of its tile of each.
 template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memory) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % PARTS;
@@ -320,7 +337,8 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
   const int turns = ((units + PARTS - 1) / PARTS + STAGES - 1) / STAGES * STAGES;
   const int cta = blockIdx.x - m.first_cta;
   const int last = (int)((i64)(cta + 1) * m.num_blocks / m.num_ctas);
-  int block = (int)((i64)cta * m.num_blocks / m.num_ctas);
+  const int first_block = (int)((i64)cta * m.num_blocks / m.num_ctas);
+  int block = first_block;
   float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.columns));
 #if IS_AHEAD
   request_blocks<KIND>(m, in.columns, turns > STAGES ? block : block + 1, last);
@@ -357,6 +375,9 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
           fetch<KIND>(ring[stage], m, rows, next, lane % 4);
       }
     }
+#if HAS_NEXT
+    request_share(in, block - first_block, last - first_block);
+#endif
 #if PARTS > 1
     // Two buffers in turn: one barrier a block.
     float* own = all_sums + ((turn_of_sums * WARPS + warp) * OCTETS * 32 + lane) * 4;
