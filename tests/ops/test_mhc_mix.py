@@ -250,6 +250,27 @@ def test_a_step_matches_oracle(shape, dtype, device):
     check_kernel(comb, expected_comb, torch.float32)
 
 
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(19, 300), (70, 1061)])
+def test_a_step_of_many_matches_oracle(num_tokens, hidden, device, monkeypatch):
+    """Tensor cores, two tiles of tokens, pieces with a short one at the end; both tiles."""
+    if num_tokens == 70:
+        monkeypatch.setattr(kernel, "STEP_TILES", kernel.STEP_TILES[1:])
+    streams, *weights = make_case(num_tokens, 4, hidden, torch.bfloat16, device)
+    y = strided(torch.randn(num_tokens, hidden, device=device))
+    post, comb = torch.rand(num_tokens, 4), torch.rand(num_tokens, 4, 4)
+    before = (streams, y, post.to(device), comb.to(device))
+    norm = torch.randn(hidden, device=device)
+    out, x, post, comb = run_step(before, weights, norm, torch.float32)
+    check_kernel(out, oracle.post_sum(*(tensor.cpu() for tensor in before)), torch.bfloat16)
+    arguments = [tensor.cpu() for tensor in (out, *weights)]
+    pre, expected_post, expected_comb = oracle.coefficients(*arguments, 1e-6, 1e-6, ITERS)
+    mixed = oracle.pre_sum(arguments[0], pre)
+    mean = mixed.square().mean(1, keepdim=True)
+    check_kernel(x, mixed / (mean + 1e-3).sqrt() * norm.double().cpu(), torch.float32)
+    check_kernel(post, expected_post, torch.float32)
+    check_kernel(comb, expected_comb, torch.float32)
+
+
 def test_a_step_has_the_same_bits_in_any_launch_of_few(device):
     streams, *weights = make_case(9, 4, 160, torch.bfloat16, device)
     norm = torch.randn(160, device=device)
@@ -283,7 +304,7 @@ def test_a_step_is_a_post_and_a_pre(is_kernel, device, monkeypatch):
 
 def test_refusals_of_a_step(device):
     streams = torch.randn(17, 4, 96, device=device)
-    assert step_refusal(streams, streams[:, 0]) == "17 tokens are more than 16"
+    assert step_refusal(streams[:, :2], streams[:, 0]) == "17 tokens have 2 streams"
     y = torch.randn(96, 3, device=device).mT
     assert step_refusal(streams[:3], y) == "the channels of y are not next to each other"
     here = step_refusal(streams[:3], streams[:3, 0])

@@ -11,6 +11,7 @@ from tiercel.kernels.fused import mhc_mix_step as cluster
 from tiercel.ops import mhc_mix_torch as torch_ops
 from tiercel.ops.rms_norm import rms_norm
 
+_MANY_STREAMS = 4  # of a step of more than 16 tokens
 _MOST_STREAMS, _MOST_CHANNELS = 8, 8192  # of the kernels: a token's streams stay in registers
 _FEW_TOKENS = 16  # beyond, the product runs on tensor cores
 
@@ -127,7 +128,7 @@ def mhc_mix_step(
     norm_eps: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mhc_mix_post` of one block, then `mhc_mix_pre` of the next, in one pass for few tokens.
+    """`mhc_mix_post` of one block, then `mhc_mix_pre` of the next, in one pass over the streams.
 
     Args:
         streams: (T, n, hidden), as given to `mhc_mix_pre` of the block before.
@@ -189,8 +190,8 @@ def mhc_mix_step(
 
 def step_refusal(streams: Tensor, y: Tensor) -> str:
     """Why a step is no single pass over some streams; "" if it is."""
-    if streams.shape[0] > _FEW_TOKENS:
-        return f"{streams.shape[0]} tokens are more than {_FEW_TOKENS}"
+    if streams.shape[0] > _FEW_TOKENS and streams.shape[1] != _MANY_STREAMS:
+        return f"{streams.shape[0]} tokens have {streams.shape[1]} streams"
     if y.stride(-1) != 1:
         return "the channels of y are not next to each other"
     return mhc_mix_refusal(streams, is_product=True)
@@ -198,6 +199,8 @@ def step_refusal(streams: Tensor, y: Tensor) -> str:
 
 def cluster_refusal(streams: Tensor, y: Tensor, out_dtype: torch.dtype) -> str:
     """Why a step that is a single pass has two launches, not one; "" if it has one."""
+    if streams.shape[0] > _FEW_TOKENS:
+        return f"{streams.shape[0]} tokens are more than {_FEW_TOKENS}"
     if not streams.is_cuda or torch.cuda.get_device_capability(streams.device) < cluster.CAPABILITY:
         return "the device has no clusters"
     return cluster.mhc_mix_step_refusal(streams, y, out_dtype)

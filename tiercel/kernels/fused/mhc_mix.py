@@ -1,10 +1,10 @@
 """Manifold-constrained hyper-connections (mHC): mixes of DeepSeek-V4's residual streams.
 
 Floor: `pre` reads the streams and fn once and writes x; `post` reads the streams and y and writes
-the streams; a step for few tokens is the post of one block and the product of the next in one pass.
-A product is split over columns of fn in pieces that depend on the shape alone, and
-summed in a fixed order, so a token's bits do not depend on the others (few tokens), and a second
-launch forms the coefficients, the sum over streams and the block's norm.
+the streams; a step is the post of one block and the product of the next in one pass. A product is
+split over columns of fn in pieces that depend on the shape alone, and summed in a fixed order, so a
+token's bits do not depend on the others (few tokens), and a second launch forms the coefficients,
+the sum over streams and the block's norm.
 """
 
 import functools
@@ -22,6 +22,9 @@ FEW_PIECE, MANY_PIECE = 128, 1024  # columns of a stream that a program multipli
 # channels: 6.2, 8.8 and 11.5 us; 32 channels and 4 tokens 6.8, 13.4 and 15.6 (H200, printed).
 STEP_PIECE = 128
 TILE_TOKENS, TILE_COLUMNS = 64, 64  # of a tensor core product
+# Of a step: tokens and channels of a program and its warps, up to so many tokens.
+STEP_TILES = ((512, (16, 128, 4)), (1 << 31, (64, 1024, 8)))
+STEP_COLUMNS, STEP_STAGES = 32, 2  # of a turn of such a program, and turns in flight
 COMB_TOKENS = 16  # whose coefficients a program forms, if they are many
 POST_BLOCK = 1024  # channels that a program writes back
 MAX_HIDDEN = 8192  # a token's streams in the registers of 16 warps
@@ -169,6 +172,120 @@ def many_products_kernel(
     sums = tl.where(row[None, :] == ROWS, squares[:, None], sums)
     out = (token.to(tl.int64) * (N * PIECES) + piece)[:, None] * COLUMNS + row[None, :]
     tl.store(out_ptr + out, sums, mask=is_token[:, None] & (row[None, :] <= ROWS))
+
+
+@triton.jit
+def way_back(post_ptr, comb_ptr, token, is_token, STREAM: tl.constexpr):
+    """Weights of y and of the four old streams in a new one, for some tokens."""
+    comb = comb_ptr + token * 16 + STREAM
+    post = tl.load(post_ptr + token * 4 + STREAM, mask=is_token, other=0.0)
+    c0 = tl.load(comb, mask=is_token, other=0.0)
+    c1 = tl.load(comb + 4, mask=is_token, other=0.0)
+    c2 = tl.load(comb + 8, mask=is_token, other=0.0)
+    c3 = tl.load(comb + 12, mask=is_token, other=0.0)
+    return post[:, None], c0[:, None], c1[:, None], c2[:, None], c3[:, None]
+
+
+@triton.jit
+def step_stream(
+    weights,  # of `way_back`
+    y,
+    streams,  # the four old ones
+    out_ptr,  # of the first channels
+    fn_ptr,
+    totals,  # products, their small parts, squares
+    place,
+    row,
+    column,
+    mask,
+    STREAM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Write some channels of a new stream of some tokens; the totals with their products."""
+    new = weights[0] * y + weights[1] * streams[0] + weights[2] * streams[1]
+    new += weights[3] * streams[2] + weights[4] * streams[3]
+    rounded = new.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place + STREAM * HIDDEN, rounded, mask=mask)
+    wide = rounded.to(tl.float32)
+    fn_places = row[:, None] * (4 * HIDDEN) + STREAM * HIDDEN + column[None, :]
+    is_known = (row[:, None] < ROWS) & (column < HIDDEN)[None, :]
+    high, middle, low = in_three(tl.load(fn_ptr + fn_places, mask=is_known, other=0.0))
+    operand = rounded.to(OPERAND)
+    sums = tl.dot(operand, tl.trans(high).to(OPERAND), totals[0])
+    small = tl.dot(operand, tl.trans(middle).to(OPERAND), totals[1])
+    small = tl.dot(operand, tl.trans(low).to(OPERAND), small)
+    return sums, small, totals[2] + tl.sum(wide * wide, axis=1)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def many_step_kernel(
+    streams_ptr,  # (num_tokens, 4, HIDDEN) bfloat16, inner stride 1
+    y_ptr,  # (num_tokens, HIDDEN), inner stride 1
+    post_ptr,  # (num_tokens, 4) float32, contiguous
+    comb_ptr,  # (num_tokens, 4, 4) float32, contiguous
+    fn_ptr,  # (ROWS, 4 * HIDDEN) float32
+    out_ptr,  # (num_tokens, 4, HIDDEN) bfloat16 contiguous
+    parts_ptr,  # (num_tokens, PIECES, COLUMNS) float32: products, then the sum of squares
+    num_tokens,
+    TOKEN_STRIDE: tl.constexpr,
+    STREAM_STRIDE: tl.constexpr,
+    Y_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two above ROWS, >= 16
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OPERAND: tl.constexpr,  # type of the products; the interpreter multiplies no bfloat16
+    IS_DEPENDENT: tl.constexpr,
+):
+    """PIECE channels of four streams of a tile of tokens: written back, and multiplied by fn."""
+    wait_for_inputs(IS_DEPENDENT)
+    token = (tl.program_id(1) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)).to(tl.int64)
+    row = tl.arange(0, COLUMNS)
+    is_token = token < num_tokens
+    # Before the loop: its pipeline would hold copies of them.
+    w0 = way_back(post_ptr, comb_ptr, token, is_token, 0)
+    w1 = way_back(post_ptr, comb_ptr, token, is_token, 1)
+    w2 = way_back(post_ptr, comb_ptr, token, is_token, 2)
+    w3 = way_back(post_ptr, comb_ptr, token, is_token, 3)
+    sums = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
+    small = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)  # as in `many_products_kernel`
+    squares = tl.zeros((TILE_TOKENS,), tl.float32)
+    for start in tl.range(0, PIECE, TILE_COLUMNS, num_stages=STAGES):
+        column = tl.program_id(0) * PIECE + start + tl.arange(0, TILE_COLUMNS)
+        mask = is_token[:, None] & (column < HIDDEN)[None, :]
+        streams = streams_ptr + (token * TOKEN_STRIDE)[:, None] + column[None, :]
+        u0 = tl.load(streams, mask=mask, other=0.0).to(tl.float32)
+        u1 = tl.load(streams + STREAM_STRIDE, mask=mask, other=0.0).to(tl.float32)
+        u2 = tl.load(streams + 2 * STREAM_STRIDE, mask=mask, other=0.0).to(tl.float32)
+        u3 = tl.load(streams + 3 * STREAM_STRIDE, mask=mask, other=0.0).to(tl.float32)
+        y = y_ptr + (token * Y_STRIDE)[:, None] + column[None, :]
+        y = tl.load(y, mask=mask, other=0.0).to(tl.float32)
+        old = (u0, u1, u2, u3)
+        place = (token * (4 * HIDDEN))[:, None] + column[None, :]
+        totals = (sums, small, squares)
+        totals = step_stream(
+            w0, y, old, out_ptr, fn_ptr, totals, place, row, column, mask, 0, HIDDEN, ROWS, OPERAND
+        )
+        totals = step_stream(
+            w1, y, old, out_ptr, fn_ptr, totals, place, row, column, mask, 1, HIDDEN, ROWS, OPERAND
+        )
+        totals = step_stream(
+            w2, y, old, out_ptr, fn_ptr, totals, place, row, column, mask, 2, HIDDEN, ROWS, OPERAND
+        )
+        totals = step_stream(
+            w3, y, old, out_ptr, fn_ptr, totals, place, row, column, mask, 3, HIDDEN, ROWS, OPERAND
+        )
+        sums, small, squares = totals
+    sums += small
+    sums = tl.where(row[None, :] == ROWS, squares[:, None], sums)
+    parts = parts_ptr + ((token * PIECES + tl.program_id(0)) * COLUMNS)[:, None] + row[None, :]
+    tl.store(parts, sums, mask=is_token[:, None] & (row[None, :] <= ROWS))
 
 
 @triton.jit
@@ -415,10 +532,40 @@ def _launch_finish(
     finish((num_tokens + others, 1, 1), tensors, (num_tokens, *eps))
 
 
+def select_step(num_tokens: int) -> tuple[int, int, int]:
+    """Tokens and channels of a program of a step, and its warps. Pure: readable by a test."""
+    if num_tokens <= FEW_TOKENS:
+        return 1, STEP_PIECE, 4
+    return next(tile for most, tile in STEP_TILES if num_tokens <= most)
+
+
 def step_parts_shape(num_tokens: int, num_streams: int, hidden: int) -> tuple[int, int, int]:
     """Shape of the workspace of `launch_mhc_mix_step`, float32."""
     columns = triton.next_power_of_2(num_streams * (2 + num_streams) + 1)
-    return num_tokens, -(-hidden // STEP_PIECE), max(16, columns)
+    return num_tokens, -(-hidden // select_step(num_tokens)[1]), max(16, columns)
+
+
+@functools.cache
+def _many_step(
+    tile: tuple[int, int, int], strides: tuple[int, int, int], sizes: tuple[int, int],
+    columns: int, operand: object,
+) -> TritonLaunch:  # fmt: skip
+    hidden, rows = sizes
+    constants = {
+        "TOKEN_STRIDE": strides[0],
+        "STREAM_STRIDE": strides[1],
+        "Y_STRIDE": strides[2],
+        "HIDDEN": hidden,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "PIECE": tile[1],
+        "PIECES": -(-hidden // tile[1]),
+        "TILE_TOKENS": tile[0],
+        "TILE_COLUMNS": STEP_COLUMNS,
+        "STAGES": STEP_STAGES,
+        "OPERAND": operand,
+    }
+    return TritonLaunch(many_step_kernel, tile[2], constants)
 
 
 @functools.cache
@@ -471,8 +618,14 @@ def launch_mhc_mix_step(
     strides = (streams.stride(0), streams.stride(1), y.stride(0))
     pieces, columns = parts.shape[1:]
     sizes = (num_streams, hidden, weights[0].shape[0])
-    step = _step(strides, sizes, columns, pieces)
-    step((pieces, num_tokens, 1), (streams, y, post, comb, weights[0], out, parts))
+    tensors = (streams, y, post, comb, weights[0], out, parts)
+    tile = select_step(num_tokens)
+    if tile[0] == 1:
+        _step(strides, sizes, columns, pieces)((pieces, num_tokens, 1), tensors)
+    else:
+        operand = tl.bfloat16 if streams.is_cuda else tl.float32
+        step = _many_step(tile, strides, sizes[1:], columns, operand)
+        step((pieces, -(-num_tokens // tile[0]), 1), tensors, (num_tokens,))
     _launch_finish(out, weights, parts, x, coefficients, norm, eps, iters)
 
 
