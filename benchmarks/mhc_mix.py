@@ -3,22 +3,22 @@
     python -m benchmarks.mhc_mix --device cuda --out FILE.json
 
 Floor: pre reads the streams and fn and writes x, normed or not; post reads the streams and y and
-writes the streams.
+writes the streams; a step, as layers call it, does both for two blocks and reads the streams once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
-from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre
+from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre, mhc_mix_step
 from tiercel.reference import mhc_mix as oracle
 
 STREAMS, ROWS, ITERS, EPS = 4, 24, 20, 1e-6
 HIDDEN = {"Flash": 4096, "Pro": 7168}
-TOKENS = {"cuda": (1, 16, 256, 4096), "cpu": (1, 16)}
+TOKENS = {"cuda": (1, 8, 16, 64, 256, 4096), "cpu": (1, 16)}
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,22 @@ def post(inputs: Inputs) -> Tensor:
 def collapse(inputs: Inputs) -> Tensor:
     weights = (inputs.fn[:STREAMS], inputs.scale[:1], inputs.base[:STREAMS])
     return mhc_mix_collapse(inputs.streams, *weights, rms_eps=EPS, hc_eps=EPS)
+
+
+def step(inputs: Inputs) -> Tensor:
+    """The post of a block and the pre of the next, with its norm."""
+    update, weights = (inputs.y, inputs.post, inputs.comb), (inputs.fn, inputs.scale, inputs.base)
+    norm = {"norm_weight": inputs.norm, "norm_eps": EPS, "out_dtype": torch.bfloat16}
+    return mhc_mix_step(
+        inputs.streams, update, *weights, rms_eps=EPS, hc_eps=EPS, sinkhorn_iters=ITERS, **norm
+    )[1]
+
+
+def expected_step(inputs: Inputs) -> Tensor:
+    streams = oracle.post_sum(
+        *(part.cpu() for part in (inputs.streams, inputs.y, inputs.post, inputs.comb))
+    )
+    return expected_normed(replace(inputs, streams=streams.bfloat16()))
 
 
 def expected_pre(inputs: Inputs) -> Tensor:
@@ -110,6 +126,12 @@ def cases(device: torch.device) -> Iterator[Case]:
                     (STREAMS + 1) * row + 4 * ROWS * STREAMS * hidden + 4 * hidden,
                 ),
                 ("post", post, expected_post, (2 * STREAMS + 1) * row),
+                (
+                    "step",
+                    step,
+                    expected_step,
+                    (2 * STREAMS + 2) * row + 4 * ROWS * STREAMS * hidden + 4 * hidden,
+                ),
                 ("collapse", collapse, expected_collapse, (STREAMS + 1) * row + 64 * hidden),
             ):
                 yield Case(

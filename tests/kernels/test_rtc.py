@@ -25,7 +25,7 @@ from tiercel.kernels.attention import (
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
 from tiercel.kernels.block import linear_group
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
-from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
+from tiercel.kernels.fused import fused_decode_step, fused_layer_tail, mhc_mix_step
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
 from tiercel.kernels.packed.packed_gemm import (
@@ -170,6 +170,10 @@ LATENT_SOURCES = [
     *(
         indexer_select.select_source(indexer_select.select_indexer_select(entries), is_long=is_long)
         for entries, is_long in ((8192, False), (16384, True), (262144, True))
+    ),
+    *(
+        mhc_mix_step.cuda_source(hidden, has_float_y=has_float_y)
+        for hidden, has_float_y in ((4096, False), (4096, True), (7168, True))
     ),
 ]
 PRODUCTS = {"sparse_attention_decode": "HMMA", "sparse_attention_tiles": "HGMMA"}
