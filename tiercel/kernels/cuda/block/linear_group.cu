@@ -17,8 +17,8 @@
 // CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back), OCTETS (of tokens),
 // IS_AHEAD (whether the blocks after the first are requested before the wait), HAS_NEXT (whether the
 // weights of the next launch are requested).
+#include "attention/decode_attention_ptx.cuh"
 #include "block/linear_group_ptx.cuh"
-#include "include/attention_ptx.cuh"
 
 #define WARPS (PARTS * TILES)
 #define MOST_MATRICES 8
@@ -186,10 +186,8 @@ DEV i64 position_of(const Input& in, int token) {
   return in.has_long_positions ? ((const i64*)in.positions)[token]
                                : ((const int*)in.positions)[token];
 }
-// Pairs of the last channels of a head, turned by the negative angle.
-DEV uint4 rotate_back(uint4 v, const Input& in, int column, int token) {
-  const int channel = column % in.head - (in.head - in.rotary);
-  if (channel < 0) return v;
+// Pairs of the last channels of a head, turned by the negative angle. channel: of those that turn.
+DEV uint4 rotate_back(uint4 v, const Input& in, int channel, int token) {
   const float* angles = in.table + position_of(in, token) * in.rotary + channel / 2;
   u32 words[4];
 #pragma unroll
@@ -203,18 +201,35 @@ DEV uint4 rotate_back(uint4 v, const Input& in, int column, int token) {
 }
 #endif
 
-// Columns of x to shared memory, from `first_column` on; for all threads of a CTA.
+// Columns of x to shared memory, from `first_column` on; for all threads of a CTA. All copies are
+// under way together: one read from the L2, whatever the number of tokens.
 DEV void stage_x(const Input& in, u8* memory, int first_column) {
-  const int runs = in.columns / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * WARPS) {
-    const int token = i / runs, column = first_column + 8 * (i - token * runs);
-    uint4 v = __ldcg((const uint4*)(in.x + token * in.stride + column));
+  const u32 base = shared_address(memory);
+  for (int token = 0; token < in.num_tokens; ++token)
+    for (int column = 8 * (int)threadIdx.x; column < in.columns; column += 8 * 32 * WARPS) {
 #if INPUT == 2
-    v = rotate_back(v, in, column, token);
+      if ((first_column + column) % in.head >= in.head - in.rotary) continue;
 #endif
-    *(uint4*)(memory + token * row_of_x(in.columns) + 2 * (column - first_column)) = v;
+      copy16(base + token * row_of_x(in.columns) + 2 * column,
+             in.x + token * in.stride + first_column + column);
+    }
+  copy_commit();
+#if INPUT == 2
+  // What turns goes through registers: `turning` runs of each head.
+  const int turning = in.rotary / 8, first_head = first_column / in.head;
+  const int count = ((first_column + in.columns - 1) / in.head - first_head + 1) * turning;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < in.num_tokens * count; i += 32 * WARPS) {
+    const int token = i / count, run = i - token * count, channel = 8 * (run % turning);
+    const int at = (first_head + run / turning + 1) * in.head - in.rotary + channel;
+    const int column = at - first_column;
+    if (column < 0 || column >= in.columns) continue;
+    const uint4 v = __ldcg((const uint4*)(in.x + token * in.stride + at));
+    *(uint4*)(memory + token * row_of_x(in.columns) + 2 * column) =
+        rotate_back(v, in, channel, token);
   }
+#endif
+  copy_wait<0>();
   __syncthreads();
 #if INPUT == 1
   norm_rows(in, memory);
