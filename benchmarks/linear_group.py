@@ -200,8 +200,6 @@ def cases(device: torch.device, *, has_all_launches: bool) -> Iterator[Case]:
     for name, (columns, kinds) in SHAPES.items():
         if not has_all_launches:
             for num_tokens in TOKENS[device.type]:
-                if op.size_refusal(columns, num_tokens):  # 16 tokens of wo_b
-                    continue
                 yield make_case(name, num_tokens, device)
             continue
         for config in launches(columns, kinds):

@@ -126,6 +126,7 @@ CONFIGS = [
     (LinearGroupConfig(2, 4, 3, 1), 2),
     (LinearGroupConfig(1, 3, 2, 1), 5),
     (LinearGroupConfig(4, 4, 2, 1), 132),
+    (LinearGroupConfig(2, 4, 1, 1, pass_columns=256), 2),
 ]
 
 
@@ -183,6 +184,18 @@ def test_a_norm_goes_before_the_products():
     found = run(x, matrices, norm=norm)
     # A value between two bfloat16 may go to the other one.
     check(found, wanted(x, matrices, norm=norm), ROUNDED)
+
+
+@pytest.mark.usefixtures("on_kernel")
+def test_passes_over_the_columns_leave_the_bits():
+    x = make_x(13, 3 * 640)
+    matrices = [GroupMatrix(make_fp8((384, 640)), 3), GroupMatrix(make_bf16((384, 640)), 3)]
+    table = torch.randn(50, 2, HALF)
+    rotation = (torch.randint(0, 50, (13,)), table, HEAD)
+    whole = LinearGroupConfig(2, 4, 1, 1)
+    found = run(x, matrices, whole._replace(pass_columns=512), 2, rotation=rotation)
+    for one, other in zip(found, run(x, matrices, whole, 2, rotation=rotation), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.usefixtures("on_kernel")
@@ -320,9 +333,8 @@ def test_refusals():
     gaps = replace(fp8, planes=fp8.planes | {"scale": fp8.planes["scale"].mT.contiguous().mT})
     assert refusal(gaps) == "gaps between scales"
     assert refusal(make_bf16((0, 128))) == "there are no rows"
-    assert "16384 columns of 8 tokens" in op.size_refusal(16384, 1)
-    assert "8192 columns of 16 tokens" in op.size_refusal(8192, 16)
-    assert op.size_refusal(8192, 8) == op.size_refusal(4096, 16) == ""
+    assert "8192 columns of 16 tokens" in op.norm_refusal(8192)
+    assert op.norm_refusal(4096) == ""
     x = torch.randn(17, 128).bfloat16()
     assert "17 tokens" in op.input_refusal(x)
     assert "torch.float32" in op.input_refusal(x.float())
@@ -376,12 +388,14 @@ def test_launches_of_deepseek_v4(columns):
         configs = [kernel.select_linear_group(columns, tiles, tokens) for tokens in range(1, 17)]
         assert len({config.parts for config in configs}) == 1
         for num_tokens, config in enumerate(configs, 1):
-            room = kernel.smem_bytes(columns, num_tokens, config) + 1024
+            room = kernel.smem_bytes(columns, num_tokens, config._replace(pass_columns=0)) + 1024
             assert config.parts * config.tiles == (16 if config.ctas == 1 else 8)
             assert config.ctas > 1 or room * 2 > 228 * 1024
             assert columns // kernel.UNIT_BYTES >= 2 * config.parts
+            assert kernel.smem_bytes(columns, num_tokens, config) <= 227 * 1024
+            assert num_tokens < 16 or (config.pass_columns > 0) == (columns > 4096)
+            assert config.pass_columns % (config.parts * config.stages * 128) == 0
     assert kernel.fits(columns, 8)
-    assert kernel.fits(columns, 16) == (columns < 7168)
 
 
 # Columns, tiles of 16 rows (pairs: 8), tokens; stages and CTAs (results/linear_group_h200.json).

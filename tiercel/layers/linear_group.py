@@ -104,7 +104,6 @@ class GroupedLinear:
             op.device_refusal(x.device)
             or op.input_refusal(flat)
             or op.matrix_refusal(matrix)
-            or op.size_refusal(self.weight.shape[-1], x.shape[0])
             or op.rotation_refusal(x.shape[2], rotation[1])
         ):
             x = latent_rope(x, *rotation, inverse=True)
@@ -125,7 +124,8 @@ class GroupedLinear:
 def group_refusal(x: Tensor, parts: Sequence[Linear | GateUp], norm: RMSNorm | None) -> str:
     """Why some parts are not multiplied in one launch; "" if they are."""
     reason = op.device_refusal(x.device) or op.input_refusal(x)
-    reason = reason or op.size_refusal(x.shape[-1], x.shape[0])
+    if norm is not None:
+        reason = reason or op.norm_refusal(x.shape[-1])
     if reason:
         return reason
     if norm is not None and norm.out_dtype != x.dtype:

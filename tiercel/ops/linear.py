@@ -332,7 +332,7 @@ def _prepare_q8(
             segments.append(copies[-1])
     dense = torch.cat(copies) if has_copy else None
     reads_blocks = not block_op.device_refusal(device)
-    most = group_op.most_tokens(shape[1])
+    most = group_op.MAX_TOKENS
     return LinearWeight(tuple(segments), shape, dense, most, reads_blocks=reads_blocks)
 
 
@@ -476,7 +476,7 @@ def _multiply_planes(
     if isinstance(planes, Int4Planes):
         return linear_torch.int4_matmul(x, planes)
     out = _empty(x, planes.shape[0], out_dtype) if out is None else out
-    most = group_op.most_tokens(planes.shape[1])
+    most = group_op.MAX_TOKENS
     pieces = list(zip(x.split(most), out.split(most), strict=True))
     is_read = x.shape[0] <= MOST_PACKED_ROWS and not group_op.device_refusal(x.device)
     if is_read and not any(group_op.input_refusal(few) for few, _ in pieces):

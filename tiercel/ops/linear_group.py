@@ -28,9 +28,8 @@ __all__ = [
     "input_refusal",
     "linear_group",
     "matrix_refusal",
-    "most_tokens",
+    "norm_refusal",
     "rotation_refusal",
-    "size_refusal",
 ]
 
 MAX_TOKENS, MAX_MATRICES = kernel.MAX_TOKENS, kernel.MAX_MATRICES
@@ -119,21 +118,11 @@ def matrix_refusal(matrix: GroupMatrix) -> str:
     return next((reason for is_so, reason in reasons if is_so), "")
 
 
-def most_tokens(columns: int) -> int:
-    """Tokens of a launch with matrices of some columns, in eights."""
-    return MAX_TOKENS if kernel.fits(columns, MAX_TOKENS) else kernel.OCTET
-
-
-def size_refusal(columns: int, num_tokens: int) -> str:
-    """Why a multiprocessor does not hold some tokens' x; "" if it does.
-
-    A number of columns that 8 tokens cannot have is refused for fewer too: bits of a token do not
-    depend on how many there are.
-    """
-    count = max(num_tokens, kernel.OCTET)
-    if kernel.fits(columns, count):
+def norm_refusal(columns: int) -> str:
+    """Why the kernel does not norm x of some columns; "" if it does."""
+    if kernel.fits(columns, MAX_TOKENS):
         return ""
-    return f"{columns} columns of {count} tokens do not fit in shared memory"
+    return f"{columns} columns of {MAX_TOKENS} tokens do not fit in shared memory"
 
 
 def rotation_refusal(head_dim: int, table: Tensor) -> str:
@@ -267,8 +256,8 @@ def _check(
         raise ArgumentError(
             f"linear_group: {len(matrices)} matrices.", hint=f"Pass 1 to {MAX_MATRICES}."
         )
-    size = size_refusal(matrices[0].weight.shape[-1], x.shape[0])
-    reasons = (input_refusal(x), size, *(matrix_refusal(matrix) for matrix in matrices))
+    of_norm = "" if norm is None else norm_refusal(matrices[0].weight.shape[-1])
+    reasons = (input_refusal(x), of_norm, *(matrix_refusal(matrix) for matrix in matrices))
     reason = next((reason for reason in reasons if reason), "")
     if reason:
         raise ArgumentError(f"linear_group: {reason}.", hint="Multiply by each matrix with linear.")

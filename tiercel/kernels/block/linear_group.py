@@ -48,6 +48,7 @@ class LinearGroupConfig(NamedTuple):
         stages: units of a warp in flight.
         ctas: on a multiprocessor, for the registers.
         is_ahead: whether all weights are requested before the wait for the kernel ahead.
+        pass_columns: of x, in shared memory at a time; 0 for all. The order of sums is the same.
     """
 
     parts: int
@@ -55,6 +56,7 @@ class LinearGroupConfig(NamedTuple):
     stages: int
     ctas: int
     is_ahead: bool = True
+    pass_columns: int = 0
 
 
 def select_linear_group(
@@ -87,7 +89,7 @@ def select_linear_group(
     blocks = sum(-(-count // tiles) for count in num_tiles)
     two = LinearGroupConfig(parts, tiles, 2, 2)
     if parts > 1 and 2 * (smem_bytes(columns, num_tokens, two) + _RESERVED_BYTES) > _SM_BYTES:
-        return LinearGroupConfig(parts, _MOST_WARPS // parts, 2, 1)
+        return _split(columns, num_tokens, LinearGroupConfig(parts, _MOST_WARPS // parts, 2, 1))
     three = two._replace(ctas=3)
     has_cache = 3 * smem_bytes(columns, num_tokens, three) <= _X_BYTES
     if has_q8 or blocks > 3 * num_sms:
@@ -95,6 +97,16 @@ def select_linear_group(
     if blocks <= 2 * num_sms:
         return LinearGroupConfig(parts, tiles, 4, 2)
     return three if has_cache and kind_of_input == PLAIN else three._replace(ctas=2)
+
+
+def _split(columns: int, num_tokens: int, config: LinearGroupConfig) -> LinearGroupConfig:
+    """A launch with as few passes over the columns as fit in shared memory."""
+    turn = config.parts * config.stages * UNIT_BYTES
+    passes = 1
+    while smem_bytes(columns, num_tokens, config) > _CTA_BYTES:
+        passes += 1
+        config = config._replace(pass_columns=-(-columns // (passes * turn)) * turn)
+    return config
 
 
 def unit_columns(dtype: torch.dtype) -> int:
@@ -195,6 +207,7 @@ class _Input(ctypes.Structure):
         ("stride", _LONG),
         ("num_tokens", _INT),
         ("columns", _INT),
+        ("pass_columns", _INT),
         *((name, _POINTER) for name in ("norm_weight", "positions", "table")),
         ("eps", ctypes.c_float),
         ("head", _INT),
@@ -230,6 +243,7 @@ def cuda_source(
         ("OCTETS", octets),
         ("IS_AHEAD", int(config.is_ahead)),
         ("HAS_NEXT", int(has_next)),
+        ("IS_SPLIT", int(config.pass_columns > 0)),
     )
     return rtc.KernelSource("linear_group", macros)
 
@@ -242,13 +256,12 @@ def smem_bytes(columns: int, num_tokens: int, config: LinearGroupConfig) -> int:
     """Dynamic shared memory of a CTA: x, and sums of warps."""
     warps = config.parts * config.tiles
     sums = warps * _octets(num_tokens) * _SUM_BYTES if config.parts > 1 else 0
-    return num_tokens * (2 * columns + 16) + sums
+    return num_tokens * (2 * (config.pass_columns or columns) + 16) + sums
 
 
 def fits(columns: int, num_tokens: int) -> bool:
-    """Whether x fits into shared memory."""
-    config = select_linear_group(columns, [], num_tokens)
-    return smem_bytes(columns, num_tokens, config) <= _CTA_BYTES
+    """Whether x fits into shared memory as a whole, which a norm needs."""
+    return select_linear_group(columns, [], num_tokens).pass_columns == 0
 
 
 def share_ctas(num_blocks: Sequence[int], num_bytes: Sequence[int], slots: int) -> list[int]:
@@ -331,6 +344,7 @@ def launch_linear_group(
         x.stride(0),
         num_tokens,
         columns,
+        config.pass_columns or columns,
         *map(_address, (norm_weight, positions, table)),
         eps,
         given.head_dim,

@@ -49,6 +49,7 @@ struct Input {
   const u16* x;  // (num_tokens, ...) bf16, rows of stride elements
   i64 stride;
   int num_tokens, columns;  // of a matrix
+  int pass_columns;         // in shared memory at a time; IS_SPLIT: whole turns of all warps
   // INPUT 1: of the norm. 2: positions of tokens, (positions, 2, rotary / 2) cosines and sines.
   const float* norm_weight;
   const void* positions;
@@ -152,7 +153,7 @@ DEV int row_of_x(int columns) { return 2 * columns + 16; }
 DEV void norm_rows(const Input& in, u8* memory) {
   const int lane = threadIdx.x % 32;
   for (int token = (int)threadIdx.x / 32; token < in.num_tokens; token += WARPS) {
-    uint4* row = (uint4*)(memory + token * row_of_x(in.columns));
+    uint4* row = (uint4*)(memory + token * row_of_x(in.pass_columns));
     float squares = 0.f;
     for (int run = lane; run < in.columns / 8; run += 32) {
       const uint4 v = row[run];
@@ -203,29 +204,29 @@ DEV uint4 rotate_back(uint4 v, const Input& in, int channel, int token) {
 
 // Columns of x to shared memory, from `first_column` on; for all threads of a CTA. All copies are
 // under way together: one read from the L2, whatever the number of tokens.
-DEV void stage_x(const Input& in, u8* memory, int first_column) {
+DEV void stage_x(const Input& in, u8* memory, int first_column, int columns) {
   const u32 base = shared_address(memory);
   for (int token = 0; token < in.num_tokens; ++token)
-    for (int column = 8 * (int)threadIdx.x; column < in.columns; column += 8 * 32 * WARPS) {
+    for (int column = 8 * (int)threadIdx.x; column < columns; column += 8 * 32 * WARPS) {
 #if INPUT == 2
       if ((first_column + column) % in.head >= in.head - in.rotary) continue;
 #endif
-      copy16(base + token * row_of_x(in.columns) + 2 * column,
+      copy16(base + token * row_of_x(in.pass_columns) + 2 * column,
              in.x + token * in.stride + first_column + column);
     }
   copy_commit();
 #if INPUT == 2
   // What turns goes through registers: `turning` runs of each head.
   const int turning = in.rotary / 8, first_head = first_column / in.head;
-  const int count = ((first_column + in.columns - 1) / in.head - first_head + 1) * turning;
+  const int count = ((first_column + columns - 1) / in.head - first_head + 1) * turning;
 #pragma unroll 2
   for (int i = threadIdx.x; i < in.num_tokens * count; i += 32 * WARPS) {
     const int token = i / count, run = i - token * count, channel = 8 * (run % turning);
     const int at = (first_head + run / turning + 1) * in.head - in.rotary + channel;
     const int column = at - first_column;
-    if (column < 0 || column >= in.columns) continue;
+    if (column < 0 || column >= columns) continue;
     const uint4 v = __ldcg((const uint4*)(in.x + token * in.stride + at));
-    *(uint4*)(memory + token * row_of_x(in.columns) + 2 * column) =
+    *(uint4*)(memory + token * row_of_x(in.pass_columns) + 2 * column) =
         rotate_back(v, in, channel, token);
   }
 #endif
@@ -241,14 +242,14 @@ template <int KIND> DEV void multiply_unit(float (&sums)[OCTETS][4], const Matri
                                            const Unit& unit, const Input& in, const u8* memory,
                                            int at) {
   const int lane = threadIdx.x % 32;
-  const u8* row = memory + lane / 4 * row_of_x(in.columns) + 2 * at * Shape<KIND>::COLUMNS;
+  const u8* row = memory + lane / 4 * row_of_x(in.pass_columns) + 2 * at * Shape<KIND>::COLUMNS;
 #pragma unroll
   for (int run = 0; run < Shape<KIND>::RUNS; ++run) {
     const int piece = KIND == BF16 ? run : run / 2;
     uint4 x[OCTETS];
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet) {
-      const u8* from = row + 8 * octet * row_of_x(in.columns) + 2 * run_column<KIND>(run, lane % 4);
+      const u8* from = row + 8 * octet * row_of_x(in.pass_columns) + 2 * run_column<KIND>(run, lane % 4);
       x[octet] = make_uint4(0, 0, 0, 0);
       if (8 * octet + lane / 4 < in.num_tokens) x[octet] = *(const uint4*)from;
     }
@@ -350,11 +351,14 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % PARTS;
   const int units = in.columns / Shape<KIND>::COLUMNS;
   const int turns = ((units + PARTS - 1) / PARTS + STAGES - 1) / STAGES * STAGES;
+#if IS_SPLIT
+  const int pass_turns = in.pass_columns / (PARTS * Shape<KIND>::COLUMNS);
+#endif
   const int cta = blockIdx.x - m.first_cta;
   const int last = (int)((i64)(cta + 1) * m.num_blocks / m.num_ctas);
   const int first_block = (int)((i64)cta * m.num_blocks / m.num_ctas);
   int block = first_block;
-  float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.columns));
+  float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.pass_columns));
 #if IS_AHEAD
   request_blocks<KIND>(m, in.columns, turns > STAGES ? block : block + 1, last);
 #endif
@@ -370,21 +374,29 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
     // Rows of a block have one part of x: groups are multiples of 8 tiles.
     const int first_row = 16 * TILES * block;
     const int first_column = (first_row < m.rows ? first_row : 0) / m.group_rows * in.columns;
-    if (first_column != staged) {
-      if (staged >= 0) __syncthreads();
-      stage_x(in, memory, first_column);
-      staged = first_column;
-    }
     const int tile = block * TILES + warp / PARTS;
     const bool has_next = block + 1 < last;
     float sums[OCTETS][4] = {};
     for (int first = 0; first < turns; first += STAGES) {
+      int passed = 0;  // columns
+#if IS_SPLIT
+      passed = first / pass_turns * in.pass_columns;
+      if (first % pass_turns == 0)
+#else
+      if (first == 0)
+#endif
+        if (first_column + passed != staged) {
+          if (staged >= 0) __syncthreads();
+          staged = first_column + passed;
+          stage_x(in, memory, staged, min(in.pass_columns, in.columns - passed));
+        }
       const bool is_end = first + STAGES >= turns;  // what is fetched from here on is of the next
       if (is_end && has_next) rows = find_rows<KIND>(m, tile + TILES, lane);
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
         const int at = part + (first + stage) * PARTS;
-        if (at < units) multiply_unit<KIND>(sums, m, ring[stage], in, memory, at);
+        if (at < units)
+          multiply_unit<KIND>(sums, m, ring[stage], in, memory - 2 * passed, at);
         const int next = is_end ? part + stage * PARTS : at + STAGES * PARTS;
         if (next < units && (has_next || !is_end))
           fetch<KIND>(ring[stage], m, rows, next, lane % 4);
