@@ -1,8 +1,9 @@
-"""What a step adds to the cache of one layer, in one launch, against its bytes and single ops.
+"""What a step adds to the cache of one layer, and its queries, against its bytes and single ops.
 
     python -m benchmarks.latent_step_write --device cuda --out FILE.json
 
-Floor: vectors and inputs are read and written once, and so are the terms and entries that complete.
+Floor: vectors, queries and inputs are read and written once, and so are the terms and entries that
+complete.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,13 @@ from tiercel.models.config import RopeConfig
 from tiercel.models.rope import rope_table
 from tiercel.ops import latent_step_write as op
 from tiercel.ops.block_quantize import decode_kv_entries
-from tiercel.ops.latent_step_write import CompressedRows, LatentVectors, latent_step_write
+from tiercel.ops.latent_step_write import (
+    MOST_QUERY_TOKENS,
+    CompressedRows,
+    LatentQueries,
+    LatentVectors,
+    latent_step_write,
+)
 from tiercel.ops.step_index_torch import CompressKind, StepIndex, index_step
 from tiercel.reference import latent_rope as rope_oracle
 from tiercel.reference import latent_step_write as oracle
@@ -29,6 +36,7 @@ SHAPES = {
     "cpu": [(1, 1, 1023), (2, 3, 1)],
 }
 NAMES = {4: "CSA", 128: "HCA"}
+HEADS = 64  # of queries and of the indexer, of Flash
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,13 @@ class Inputs:
     vectors: LatentVectors
     compressors: list[CompressedRows]
     step: StepIndex
+    queries: list[LatentQueries]
 
 
 def make_case(kind: CompressKind, shape: tuple[int, int, int], table: Tensor) -> Case:
     device, (num_reqs, count, start) = table.device, shape
     num_tokens = num_reqs * count
+    has_queries = num_tokens <= MOST_QUERY_TOKENS
     widths = (WIDTH, KEY) if kind.has_overlap else (WIDTH,)
     blocks = 1 + num_reqs * (-(-(start + count) // BLOCK) + 1)
 
@@ -76,14 +86,22 @@ def make_case(kind: CompressKind, shape: tuple[int, int, int], table: Tensor) ->
                     *(planes(BLOCK // kind.ratio, *sizes), width == KEY),
                 )
             )
-        return Inputs(vectors, rows, step)
+        heads = sample(num_tokens, HEADS, WIDTH).bfloat16()
+        queries = [LatentQueries(heads, table, EPS, False, torch.bfloat16)]
+        if kind.has_overlap:
+            index = sample(num_tokens, HEADS, KEY).bfloat16()
+            queries.append(LatentQueries(index, table, None, True, torch.float32))
+        return Inputs(vectors, rows, step, queries if has_queries else [])
 
     def run(x: Inputs) -> None:
-        latent_step_write(x.vectors, ROTARY, x.compressors, x.step.compressed[kind.ratio])
+        step = x.step.compressed[kind.ratio]
+        latent_step_write(x.vectors, ROTARY, x.compressors, step, x.queries)
 
     def peer(x: Inputs) -> None:
         rest = (x.compressors, x.step.compressed[kind.ratio])
         op._write_one_by_one(x.vectors, ROTARY, *rest)
+        for query in x.queries:
+            query.turned(x.vectors.positions)
 
     def check(x: Inputs) -> float:
         """The vector of the last token."""
@@ -100,6 +118,7 @@ def make_case(kind: CompressKind, shape: tuple[int, int, int], table: Tensor) ->
 
     channels = sum(width * (2 if kind.has_overlap else 1) for width in widths)
     completed = num_reqs * ((start + count) // kind.ratio - start // kind.ratio)
+    heads = (4 * WIDTH + (6 * KEY if kind.has_overlap else 0)) * HEADS if has_queries else 0
     terms = completed * kind.num_terms * sum(widths) * 8
     return Case(
         name=f"{NAMES[kind.ratio]} requests={num_reqs} new_tokens={count} start={start}",
@@ -107,7 +126,7 @@ def make_case(kind: CompressKind, shape: tuple[int, int, int], table: Tensor) ->
         run=run,
         check=check,
         tolerance=0.04,  # of E4M3
-        num_bytes=num_tokens * (2 * WIDTH + 584 + 16 * channels) + terms + 584 * completed,
+        num_bytes=num_tokens * (2 * WIDTH + 584 + 16 * channels + heads) + terms + 584 * completed,
         peer=peer,
         peer_name="single ops",
         max_sets=16,
