@@ -218,50 +218,36 @@ def _turn_queries(
     ]
 )
 def latent_step_write_kernel(
-    x_ptr,  # (tokens, WIDTH), inner stride 1
-    positions_ptr,  # (tokens,)
-    window_table_ptr,  # (positions, 2, HALF) float32
-    window_weight_ptr,  # (WIDTH,) float32
-    window_slots_ptr,  # (tokens,) int64
+    x_ptr, positions_ptr,  # (tokens, WIDTH), inner stride 1; (tokens,)
+    window_table_ptr, window_weight_ptr, window_slots_ptr,  # (positions, 2, HALF); (WIDTH,); int64
     window_ptr,  # (blocks, PER_BLOCK, channels or bytes), inner stride 1
     window_scales_ptr,  # (blocks, PER_BLOCK, SCALES) uint8, inner stride 1, or None
-    phase_ptr,  # (tokens,) int64, of the compressors
-    entries_ptr,  # (N,) int64
-    fresh_ptr,  # (N, COUNT) int64
-    stored_ptr,  # (N, COUNT) int64
-    entry_slots_ptr,  # (N,) int64
-    input_slots_ptr,  # (tokens,) int64
-    # Of the first compressor, names as in `kv_compress_kernel`; cache and scales of its entries.
-    kv0_ptr, gate0_ptr, bias0_ptr, stored_kv0_ptr, stored_gate0_ptr,
-    weight0_ptr, table0_ptr, cache0_ptr, scales0_ptr,
-    kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr, stored_gate1_ptr,  # of the second
-    weight1_ptr, table1_ptr, cache1_ptr, scales1_ptr,
+    phase_ptr, entries_ptr, fresh_ptr, stored_ptr,  # (tokens,), (N,), twice (N, COUNT) int64
+    entry_slots_ptr, input_slots_ptr,  # (N,), (tokens,) int64
+    # Of both compressors, names as in `kv_compress_kernel`; cache and scales of their entries.
+    kv0_ptr, gate0_ptr, bias0_ptr, stored_kv0_ptr, stored_gate0_ptr, weight0_ptr, table0_ptr,
+    cache0_ptr, scales0_ptr,
+    kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr, stored_gate1_ptr, weight1_ptr, table1_ptr,
+    cache1_ptr, scales1_ptr,
     # Queries (tokens, heads, width), inner stride 1; their tables; results, contiguous.
-    query0_ptr, query_table0_ptr, query_out0_ptr,
-    query1_ptr, query_table1_ptr, query_out1_ptr,
+    query0_ptr, query_table0_ptr, query_out0_ptr, query1_ptr, query_table1_ptr, query_out1_ptr,
     eps, eps0, eps1, eps2,  # of vectors, of both compressors, of the queries' norms
-    num_entries,  # programs of each compressor
-    num_vectors,  # programs of vectors
-    num_heads0, num_heads1,  # programs of both queries; the rest write inputs
+    # Programs of each compressor, of vectors, of both queries; the others write inputs.
+    num_entries, num_vectors, num_heads0, num_heads1,
     X_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,  # WIDTH, BLOCK, HALF, PER_BLOCK, FORMAT, SCALES
-    WINDOW_STRIDES: tl.constexpr,
-    COMPRESSORS: tl.constexpr,
+    WINDOW_STRIDES: tl.constexpr, COMPRESSORS: tl.constexpr,
     TERM_SIZES: tl.constexpr,  # RATIO, COUNT, TERMS
     SIZES0: tl.constexpr,  # WIDTH, BLOCK, HALF, PER_BLOCK, FORMAT, SCALES, HADAMARD, LOG
     # Of inputs, as in `kv_compress_kernel`; Triton 3.6 takes no tuple of tuples.
     FRESH0: tl.constexpr, STORED_KV0: tl.constexpr, STORED_GATE0: tl.constexpr,
     CHANNELS0: tl.constexpr,  # of inputs, and a power of two no less
     STRIDES0: tl.constexpr,  # of the cache
-    SIZES1: tl.constexpr,
-    FRESH1: tl.constexpr, STORED_KV1: tl.constexpr, STORED_GATE1: tl.constexpr,
-    CHANNELS1: tl.constexpr,
-    STRIDES1: tl.constexpr,
+    SIZES1: tl.constexpr, FRESH1: tl.constexpr, STORED_KV1: tl.constexpr,
+    STORED_GATE1: tl.constexpr, CHANNELS1: tl.constexpr, STRIDES1: tl.constexpr,
     QUERIES: tl.constexpr,  # how many there are
     HEADS0: tl.constexpr,  # HEADS, ROWS, WIDTH, BLOCK, HALF, HAS_NORM, HADAMARD, LOG
-    QUERY_STRIDES0: tl.constexpr,  # of tokens and heads
-    HEADS1: tl.constexpr,
-    QUERY_STRIDES1: tl.constexpr,
+    QUERY_STRIDES0: tl.constexpr, HEADS1: tl.constexpr, QUERY_STRIDES1: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One entry, one index key, one vector, or one token's inputs."""
