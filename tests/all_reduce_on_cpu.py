@@ -19,7 +19,9 @@ GUARD = 16  # elements beside a result
 def build(ranks: int, dtype: torch.dtype, warps: int, folder: Path) -> ctypes.CDLL:
     """Compile the source with the headers that replace GPUs; skip where that is impossible."""
     source = kernel.all_reduce_source(ranks, dtype, warps)
-    device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "ranks_device")]
+    device = [
+        HERE / f"{name}.hpp" for name in ("device", "q4k_device", "peers_device", "ranks_device")
+    ]
     macros = (*source.macros, ("KERNEL", source.name))
     text = "".join(f"#define {name} {value}\n" for name, value in macros)
     text += "".join(part.read_text() for part in device) + read_kernel(source.name)

@@ -47,10 +47,11 @@ def qwen3_8b(slices=3):
     return ChainShape(4096, 4096, 4096 * slices, 5120, 1024)
 
 
-def make_model(six, shape, device, seed=0, *, is_last=False, num_sms=128):
+def make_model(six, shape, device, seed=0, *, is_last=False, num_sms=128, memory=None):
     """Random layers; `six` names those of `o gate_up down qk v` that are Q6_K.
 
-    The shape is that of q and k alone; where v has the same type, they are one matrix.
+    The shape is that of q and k alone; where v has the same type, they are one matrix. `memory`: of
+    several GPUs, of which each has its own layers.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shapes = {
@@ -79,6 +80,7 @@ def make_model(six, shape, device, seed=0, *, is_last=False, num_sms=128):
     norms = [
         0.7 + 0.6 * torch.rand(shape.hidden, device=device, generator=generator) for _ in range(2)
     ]
-    weights = prepare_fused_layer_tail(*packed.values(), *norms, EPS, num_sms)
+    ranks = 1 if memory is None else len(memory.addresses)
+    weights = prepare_fused_layer_tail(*packed.values(), *norms, EPS, num_sms, ranks)
     assert not isinstance(weights, Refusal), weights.reason
-    return Model(weights, make_exchange(weights.geometry, generator.device), matrices)
+    return Model(weights, make_exchange(weights.geometry, generator.device, memory), matrices)

@@ -1,8 +1,8 @@
-// What fused_layer_tail_ptx.cuh gives, for one processor; behind q4k_device.hpp. An address in a cluster has the
-// CTA's rank and one above its lower 24 bits.
+// What fused_layer_tail_ptx.cuh gives, for one processor; behind peers_device.hpp. An address in a cluster has the
+// CTA's rank and one above its lower 24 bits. The first CTAS are those of the first GPU.
 #undef blockIdx
 #undef THREADS
-#define blockIdx (Index{current->cta})
+#define blockIdx (Index{current->cta % CTAS})
 #define __cluster_dims__(...)
 
 static std::vector<NamedBarrier> clusters;
@@ -44,16 +44,17 @@ DEV uint2 load_relaxed2(const u32* p) {
   return make_uint2(p[0], p[1]);
 }
 DEV void copy_fence() {}
-// What the kernel ahead writes is NaN until all threads wait for it.
+// What the kernel ahead on a GPU writes is NaN until all threads there wait for it.
 struct Late { u8* at; std::vector<u8> data; };
-static std::vector<Late> late;
-static u32 num_waiting, has_ended;
+struct Ahead { std::vector<Late> late; u32 num_waiting = 0, has_ended = 0; };
+static Ahead ahead[RANKS];
 DEV void wait_for_inputs() {
-  if (++num_waiting == CTAS * 640) {
-    for (const Late& one : late) std::memcpy(one.at, one.data.data(), one.data.size());
-    has_ended = 1, ++events;
+  Ahead& own = ahead[current->cta / CTAS];
+  if (++own.num_waiting == CTAS * 640) {
+    for (const Late& one : own.late) std::memcpy(one.at, one.data.data(), one.data.size());
+    own.has_ended = 1, ++events;
   }
-  wait_while(has_ended, 0);
+  wait_while(own.has_ended, 0);
 }
 DEV void launch_next() {}
 DEV int __ffs(u32 v) { return __builtin_ffs((int)v); }

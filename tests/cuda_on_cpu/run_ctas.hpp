@@ -1,5 +1,13 @@
 // Runs a kernel whose CTAs wait for each other; behind its source, which defines CTAs and THREADS.
-// The file behind this one defines `enter_kernel`, which calls the kernel.
+// The file behind this one defines `enter_kernel`, which calls the kernel. A kernel of several GPUs
+// defines RANKS, and what its device header calls `deliver_stores` arrives between them.
+#ifdef RANKS
+constexpr int ALL_CTAS = RANKS * CTAS;
+static void deliver_between(std::mt19937& random) { deliver_stores(random); }
+#else
+constexpr int ALL_CTAS = CTAS;
+static void deliver_between(std::mt19937&) {}
+#endif
 static void enter_kernel();
 static void enter() {
   enter_kernel();
@@ -9,7 +17,7 @@ static void enter() {
 
 struct Step {
   static constexpr size_t STACK = 32 << 10;
-  static constexpr int THREADS_ALL = CTAS * THREADS;
+  static constexpr int THREADS_ALL = ALL_CTAS * THREADS;
   std::vector<Thread> threads = std::vector<Thread>(THREADS_ALL);
   std::vector<Warp> warps = std::vector<Warp>(THREADS_ALL / WARP);
   std::mt19937 random;
@@ -18,7 +26,7 @@ struct Step {
   explicit Step(int seed) : random(seed) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     stacks = (u8*)mmap(nullptr, THREADS_ALL * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
-    ctas.assign(CTAS, Cta());
+    ctas.assign(ALL_CTAS, Cta());
     for (Cta& cta : ctas) std::memset(cta.smem = (u8*)aligned_alloc(1024, SMEM), 0xEE, SMEM);
     for (int i = 0; i < THREADS_ALL; ++i) {
       Warp& warp = warps[i / WARP];
@@ -51,9 +59,11 @@ struct Step {
       }
       if (live == 0) return check_ends();
       for (int i = first; i < last; ++i) deliver(ctas[i], random);
+      deliver_between(random);
       if (failure[0]) return FAILED;
       idle = events == seen ? idle + 1 : 0, seen = events;
-      if (idle && idle % 150 == 0) ++clock_turns;  // nothing moves: time passes
+      // Nothing moves: time passes. Kernels wait longer for other GPUs.
+      if (idle && idle % 150 == 0) clock_turns += ALL_CTAS > CTAS ? 64 : 1;
     }
     return HANG;
   }
@@ -65,6 +75,6 @@ static int run_all(int seed, int late) {
   return guard([=] {
     Step step(seed);
     const int result = step.run(0, late);
-    return result || late == CTAS ? result : step.run(late, CTAS);
+    return result || late == ALL_CTAS ? result : step.run(late, ALL_CTAS);
   });
 }

@@ -49,14 +49,6 @@ struct Rank {
   int started = 0, slowness = 1;
 };
 
-static void deliver_stores(std::mt19937& random) {
-  for (int n = random() % (2 + stores.size() / 4); n > 0 && !stores.empty(); --n) {
-    auto one = stores.begin();
-    std::advance(one, random() % std::min<size_t>(stores.size(), 200));
-    *one->first = one->second, stores.erase(one), ++events;
-  }
-}
-
 static int run_launches(int num_ranks, int most_ctas, std::mt19937& random, u8* stacks) {
   std::vector<Rank> ranks(num_ranks);
   ended.assign(num_ranks, 0), places_of_ctas.assign(2 * num_ranks * most_ctas, PlaceOfCta());

@@ -94,6 +94,10 @@ def fused_sources() -> Iterator[rtc.KernelSource]:
         yield fused_decode_step.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
     for tokens, shape, types in CHAINS:
         yield fused_layer_tail.cuda_source(tokens, partition(shape, types, 132))
+    half = ChainShape(4096, 2048, 6144, 2560, 512)
+    for tokens, ranks in ((8, 2), (16, 2), (16, 8)):
+        types = ChainTypes(False, False, True, v=True)
+        yield fused_layer_tail.cuda_source(tokens, partition(half, types, 132, ranks))
 
 
 def packed_sources() -> Iterator[rtc.KernelSource]:

@@ -350,17 +350,19 @@ def test_rotary_kv_write_fits_beside_the_decode_chain(head_dim, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "is_six", "shape"),
+    ("tokens", "is_six", "shape", "ranks"),
     [
-        (8, False, ChainShape(4096, 4096, 12288, 0)),  # the last layer of Qwen3-8B
-        (16, True, ChainShape(4096, 4096, 12288, 5120, 1024)),
-        (16, False, ChainShape(5120, 5120, 17408, 7168)),  # Qwen3-14B
+        (8, False, ChainShape(4096, 4096, 12288, 0), 1),  # the last layer of Qwen3-8B
+        (16, True, ChainShape(4096, 4096, 12288, 5120, 1024), 1),
+        (16, False, ChainShape(5120, 5120, 17408, 7168), 1),  # Qwen3-14B
+        (16, True, ChainShape(4096, 2048, 6144, 2560, 512), 2),
+        (8, False, ChainShape(4096, 512, 1536, 768), 8),
     ],
-    ids=["last", "six", "wide"],
+    ids=["last", "six", "wide", "two_gpus", "eight_gpus"],
 )
-def test_decode_chain_compiles_as_designed(tokens, is_six, shape, tmp_path):
+def test_decode_chain_compiles_as_designed(tokens, is_six, shape, ranks, tmp_path):
     """640 threads an SM, and few spills; products and copies are those of the reader."""
-    geometry = partition(shape, ChainTypes(False, False, is_six, False, is_six), 132)
+    geometry = partition(shape, ChainTypes(False, False, is_six, False, is_six), 132, ranks)
     cubin = compile_here(fused_layer_tail.cuda_source(tokens, geometry), tmp_path)
     assert registers_of(cubin, tmp_path) * 640 <= 65536
     text = ask(cubin, tmp_path, "nvdisasm", "-c")

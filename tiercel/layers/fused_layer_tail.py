@@ -22,9 +22,12 @@ from tiercel.ops.fused_layer_tail import (
     make_exchange,
     prepare_fused_layer_tail,
     refuse_device,
+    refuse_ranks,
     refuse_width,
+    share_memory,
 )
 from tiercel.ops.packed_matvec import PackedWeight
+from tiercel.parallel import SINGLE, Group
 
 
 class FusedLayerTail:
@@ -63,7 +66,7 @@ class FusedLayerTail:
 
 
 def make_fused_layer_tail(
-    layers: Sequence[DecoderLayer], eps: float, device: torch.device
+    layers: Sequence[DecoderLayer], eps: float, device: torch.device, group: Group = SINGLE
 ) -> FusedLayerTail | Refusal:
     """Bring the layers' weights together, or say why device, shapes or types do not fit.
 
@@ -71,10 +74,35 @@ def make_fused_layer_tail(
         layers: all of a decoder, with SiLU, no windows and no output norms.
         eps: of all norms.
         device: where the weights are.
+        group: ranks that share the model; all of them call it.
     """
-    refusal = refuse_width(layers[0].mlp_norm.weight.shape[0]) or refuse_device(device)
-    if refusal is not None:
+    hidden = layers[0].mlp_norm.weight.shape[0]
+    refusal = refuse_width(hidden) or refuse_device(device) or refuse_ranks(group.size)
+    if refusal is None and group.size > 1 and group.processes is None:
+        refusal = Refusal(f"{group.size} GPUs share the model and are not connected")
+    if refusal is not None:  # the same on all ranks
         return refusal
+    weights = _bring_together(layers, eps, device, group.size)
+    if group.processes is None:
+        if isinstance(weights, Refusal):
+            return weights
+        memory = None
+    else:
+        # Ranks may have parts of other widths; all go one way, or sums would wait for ever.
+        refusal = weights if isinstance(weights, Refusal) else None
+        shared = share_memory(hidden, group.processes, device, refusal)
+        if isinstance(shared, Refusal):
+            return shared
+        memory = shared
+    assert not isinstance(weights, Refusal), "ranks agree"
+    exchange = make_exchange(weights[0].geometry, device, memory)
+    return FusedLayerTail(layers, weights, exchange, is_dependent=has_dependent_launch())
+
+
+def _bring_together(
+    layers: Sequence[DecoderLayer], eps: float, device: torch.device, ranks: int
+) -> list[ChainWeights] | Refusal:
+    """The weights of all launches, or why some do not fit."""
     weights: list[ChainWeights] = []
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     for index, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
@@ -94,12 +122,12 @@ def make_fused_layer_tail(
             layer.mlp_norm.weight if following is None else following.attn_norm.weight,
             eps,
             num_sms,
+            ranks,
         )
         if isinstance(part, Refusal):
             return Refusal(f"{part.reason} (after the attention of layer {index})")
         weights.append(part)
-    exchange = make_exchange(weights[0].geometry, device)
-    return FusedLayerTail(layers, weights, exchange, is_dependent=has_dependent_launch())
+    return weights
 
 
 def _packed(linear: Linear) -> list[PackedWeight] | None:

@@ -142,8 +142,6 @@ class DecoderBuilder:
 
     def fused_tail(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | Refusal:
         """From attention to attention as one kernel, or why it does not fit them."""
-        if self.group.size > 1:
-            return Refusal(f"{self.group.size} GPUs share the model")
         switch = switched_off().get("fused_layer_tail")
         if switch is not None:
             return switch
@@ -152,7 +150,8 @@ class DecoderBuilder:
             return Refusal(part)
         if self.dtype != torch.float16:
             return Refusal(f"dtype is {self.dtype}, not float16".replace("torch.", ""))
-        return make_fused_layer_tail(layers, self.config.norm_eps, self.weights.device)
+        device = self.weights.device
+        return make_fused_layer_tail(layers, self.config.norm_eps, device, self.group)
 
     def native_layers(
         self, layers: Sequence[DecoderLayer], last_update_norm: RMSNorm | None = None

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory, make_symmetric_memory
 from tiercel.kernels.fused import fused_layer_tail as kernel
 from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
 from tiercel.kernels.fused.fused_layer_tail_geometry import Geometry, Matrix, partition_layer
+from tiercel.kernels.fused.fused_layer_tail_geometry import refuse_ranks as refuse_ranks
 from tiercel.kernels.fused.fused_layer_tail_geometry import refuse_width as refuse_width
 from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
 from tiercel.ops.dequantize import dequantize
@@ -68,6 +71,7 @@ class ChainWeights:
             exchange.launches,
             exchange.counters,
             self.eps,
+            exchange.memory,
         )
 
 
@@ -78,12 +82,16 @@ class ChainExchange:
     Nothing is reset between calls: every CTA counts its launches, and each launch adds the same to
     the counters of all columns, so all layers have as many. Counts wrap around
     at 2**32; the kernel asks whether they are equal, never which is larger.
+
+    memory: in which ranks that share a model exchange sums; all make the same calls in the same
+        order. None for one GPU.
     """
 
     data: Tensor
     squares: Tensor
     launches: Tensor
     counters: Tensor
+    memory: SymmetricMemory | None = None
 
 
 def prepare_fused_layer_tail(
@@ -95,6 +103,7 @@ def prepare_fused_layer_tail(
     next_norm: Tensor,
     eps: float,
     num_sms: int,
+    ranks: int = 1,
 ) -> ChainWeights | Refusal:
     """Bring matrices at rest together, each given as the segments of its rows.
 
@@ -107,6 +116,7 @@ def prepare_fused_layer_tail(
         next_norm: (hidden,) float32.
         eps: of both norms.
         num_sms: of the device.
+        ranks: GPUs that share the model; the matrices are this one's.
 
     Returns:
         The weights of `fused_layer_tail`, or why it does not take these matrices: a width that does
@@ -114,7 +124,7 @@ def prepare_fused_layer_tail(
     """
     parts = [[weight.tensor for weight in segments] for segments in (o, gate_up, down, qkv)]
     matrices = [[Matrix(p.qtype.name, *p.shape) for p in part] for part in parts]
-    geometry = partition_layer(matrices[0], matrices[1], matrices[2], matrices[3], num_sms)
+    geometry = partition_layer(matrices[0], matrices[1], matrices[2], matrices[3], num_sms, ranks)
     if isinstance(geometry, Refusal):
         return geometry
     if any(tensor.layout is not Layout.SOA for part in parts for tensor in part):
@@ -126,14 +136,40 @@ def prepare_fused_layer_tail(
     return weights
 
 
-def make_exchange(geometry: Geometry, device: torch.device) -> ChainExchange:
-    """For layers of a geometry, and others of as many columns over as many CTAs."""
+def make_exchange(
+    geometry: Geometry, device: torch.device, memory: SymmetricMemory | None = None
+) -> ChainExchange:
+    """For layers of a geometry, and others of as many columns over as many CTAs.
+
+    memory: from `share_memory`, where several GPUs share the model.
+    """
+    assert (geometry.ranks > 1) == (memory is not None), "ranks exchange sums"
     return ChainExchange(
         torch.zeros(kernel.exchange_bytes(geometry), dtype=torch.uint8, device=device),
         torch.zeros((2, geometry.groups, 2, 8), dtype=torch.int32, device=device),
         torch.zeros((2, geometry.ctas), dtype=torch.int32, device=device),
         torch.zeros((geometry.columns, 2), dtype=torch.int32, device=device),
+        memory,
     )
+
+
+def share_memory(
+    hidden: int, group: dist.ProcessGroup, device: torch.device, refusal: Refusal | None
+) -> SymmetricMemory | Refusal:
+    """Memory in which ranks exchange sums; all of them call it, also those that want none.
+
+    Args:
+        hidden: width of the residual.
+        group: of the ranks, which gathers tensors of `device`.
+        device: this rank's GPU.
+        refusal: why this rank's layers do not fit.
+
+    Returns:
+        The memory, or why there is none, the same on all ranks.
+    """
+    num_bytes = kernel.peer_bytes(hidden, group.size())
+    made = make_symmetric_memory(num_bytes, group, device, refusal.reason if refusal else "")
+    return Refusal(made) if isinstance(made, str) else made
 
 
 def fused_layer_tail(
@@ -182,6 +218,7 @@ def fused_layer_tail(
             hint="Pass an exchange made for layers of as many columns: make_exchange.",
         )
     if not x.is_cuda:
+        assert geometry.ranks == 1, "of one process"
         return _fused_layer_tail_torch(attended, x, weights)
     heads = None
     if weights.qkv:

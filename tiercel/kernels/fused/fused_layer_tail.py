@@ -7,6 +7,9 @@ by side, so the launch is cooperative; it may be dependent too (the driver takes
 come late all the same, the other CTAs stop waiting after seconds and the result is NaN, never a
 hang.
 
+Where several GPUs share a model, a launch on each does the same with its columns of o and of down,
+and they exchange sums through memory that all of them map: no launch and no barrier more.
+
 Floor: the planes of four matrices once.
 """
 
@@ -20,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.kernels.fused.fused_layer_tail_geometry import TILE, Geometry
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
+from tiercel.kernels.fused.fused_layer_tail_geometry import GROUP, TILE, Geometry
 from tiercel.kernels.packed.packed_matvec import KernelPlanes
 from tiercel.kernels.runtime import rtc
 
@@ -28,11 +32,17 @@ THREADS = 640
 _COLUMN_BYTES = 4352  # of 8 tokens
 _UNIT_BYTES = {False: 2304, True: 3360}  # of a ring's place, where a matrix is Q6_K
 _WARPS = 16  # that multiply
+_PART_BYTES = 2048  # of a rank's sums of 32 rows and 8 tokens, with epochs
 
 
 def exchange_bytes(geometry: Geometry) -> int:
     """Of the buffer that activations travel through."""
     return geometry.columns * _COLUMN_BYTES * 2
+
+
+def peer_bytes(hidden: int, ranks: int) -> int:
+    """Of each rank's memory for sums of all ranks: cuda/fused_layer_tail_ranks.cuh."""
+    return 2 * (hidden // GROUP) * 2 * ranks * _PART_BYTES
 
 
 def smem_bytes(tokens: int, geometry: Geometry) -> int:
@@ -76,20 +86,23 @@ def cuda_source(tokens: int, geometry: Geometry) -> rtc.KernelSource:
         ("BUFFERS", ring.buffers),
         ("MEANS", 32),
         ("IN_FILE", 0),
+        ("RANKS", geometry.ranks),
     )
     return rtc.KernelSource("fused_layer_tail", macros)
 
 
-class _Args(ctypes.Structure):
+@functools.cache
+def _args_type(ranks: int) -> type[ctypes.Structure]:
     """Args of the source."""
-
-    _fields_ = (
+    fields = (
         ("planes", KernelPlanes * 5),
         *((name, ctypes.c_void_p) for name in ("attended", "x", "heads", "mlp_norm", "next_norm")),
         *((name, ctypes.c_void_p) for name in ("exchange", "squares", "launches", "counters")),
         ("m", ctypes.c_int),
         ("eps", ctypes.c_float),
     )
+    peers = (("tp_rank", ctypes.c_int), ("peers", ctypes.c_void_p * ranks))
+    return type("Args", (ctypes.Structure,), {"_fields_": fields + (peers if ranks > 1 else ())})
 
 
 def load_fused_layer_tail(geometry: Geometry, device: torch.device) -> None:
@@ -115,6 +128,7 @@ def make_args(
     launches: Tensor,
     counters: Tensor,
     eps: float,
+    memory: SymmetricMemory | None = None,
 ) -> Any:
     """Args of the source. It holds addresses alone: the tensors must outlive the launch.
 
@@ -130,8 +144,13 @@ def make_args(
         launches: (2, ctas) int32, as the next zeros before the first launch.
         counters: (columns, 2) int32, for layers of so many columns alone.
         eps: of the norms.
+        memory: `peer_bytes` of every rank, zeros before the first launch; None for one GPU.
     """
-    return _Args(
+    peers: tuple[Any, ...] = ()
+    if memory is not None:
+        addresses = (ctypes.c_void_p * len(memory.addresses))(*memory.addresses)
+        peers = (memory.rank, addresses)
+    return _args_type(1 if memory is None else len(memory.addresses))(
         (KernelPlanes * len(planes))(*map(KernelPlanes.of, planes)),
         attended.data_ptr(),
         x.data_ptr(),
@@ -140,6 +159,7 @@ def make_args(
         *(tensor.data_ptr() for tensor in (launches, counters)),
         x.shape[0],
         eps,
+        *peers,
     )
 
 

@@ -19,6 +19,7 @@ from tiercel.kernels.fused.fused_refusal import (
 COLUMN = 256  # columns of a unit of weights
 GROUP, TILE = 32, 16  # rows
 MOST_ROUNDS = 2  # of groups of the residual, which a CTA keeps in registers
+MOST_RANKS = 8
 TYPES = ("Q4_K", "Q6_K")
 # One token of width 1024 is 5% slower than kernel by kernel, steps of 8 and 16 are 8 and 12% faster
 # (H200, results/bench_speed_chain_more_h200.json); a layer of width 8192 is up to 4% slower with
@@ -107,12 +108,15 @@ class Geometry:
         types: of the matrices.
         ctas: number of CTAs, which take a group each in a round; even.
         max_tokens: of a launch.
+        ranks: GPUs that share the model; each has some columns of o and of down, and the rows that
+            make their inputs.
     """
 
     shape: ChainShape
     types: ChainTypes
     ctas: int
     max_tokens: int
+    ranks: int = 1
 
     def ring(self, tiles: int) -> Ring:
         """Of launches of so many tiles of 8 tokens, at most `max_tokens`."""
@@ -148,12 +152,20 @@ def refuse_width(hidden: int) -> Refusal | None:
     )
 
 
+def refuse_ranks(ranks: int) -> Refusal | None:
+    """Why so many GPUs cannot exchange sums in the kernel; None if they can."""
+    if ranks <= MOST_RANKS:
+        return None
+    return Refusal(f"{ranks} GPUs share the model, more than {MOST_RANKS}")
+
+
 def partition_layer(
     o: Sequence[Matrix],
     gate_up: Sequence[Matrix],
     down: Sequence[Matrix],
     qkv: Sequence[Matrix],
     num_sms: int,
+    ranks: int = 1,
 ) -> Geometry | Refusal:
     """Fit the matrices of a layer's tail to the kernel. Pure, as `partition`.
 
@@ -163,6 +175,7 @@ def partition_layer(
         down: segments of down.
         qkv: segments of q, k and v of the next layer; empty after the last layer.
         num_sms: of the GPU.
+        ranks: GPUs that share the model; the matrices are one's.
     """
     parts = {"o": o, "gate and up": gate_up, "down": down, "q, k and v": qkv}
     for name, part in parts.items():
@@ -183,16 +196,19 @@ def partition_layer(
     expected = [(hidden, shape.attended), (2 * inner, hidden), (hidden, inner)]
     if given != expected + [(num_rows, hidden) for num_rows in rows]:
         return Refusal(f"matrices of shapes {given}")
-    return partition(shape, types, num_sms)
+    return partition(shape, types, num_sms, ranks)
 
 
-def partition(shape: ChainShape, types: ChainTypes, num_sms: int) -> Geometry | Refusal:
+def partition(
+    shape: ChainShape, types: ChainTypes, num_sms: int, ranks: int = 1
+) -> Geometry | Refusal:
     """Deal a shape out over a GPU's SMs. Pure: equal in every process, readable by a test.
 
     Args:
         shape: of the matrices.
         types: of the same.
         num_sms: of the GPU.
+        ranks: GPUs that share the model; the shape is one's.
     """
     ctas = min(CTAS, num_sms // 2 * 2)
     if ctas == 0:
@@ -211,7 +227,7 @@ def partition(shape: ChainShape, types: ChainTypes, num_sms: int) -> Geometry | 
     if not fitting:
         width = max(shape.hidden, shape.attended)
         return Refusal(f"{width} columns do not fit shared memory")
-    return Geometry(shape, types, ctas, max(fitting))
+    return Geometry(shape, types, ctas, max(fitting), ranks)
 
 
 def _fitting(tiles: int, shape: ChainShape, types: ChainTypes) -> list[Ring]:

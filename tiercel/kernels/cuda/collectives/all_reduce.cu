@@ -31,6 +31,7 @@
 //
 // Macros: RANKS, WARPS (of a CTA), CHANNELS, IS_FLOAT (elements of 4 bytes), IS_BF16 (0: fp16).
 #include "include/attention_ptx.cuh"
+#include "include/peer_words.cuh"
 #include "collectives/all_reduce_ptx.cuh"
 
 #define MOST_TICKS 256  // of clock_high: 10 minutes, after which a rank is lost, as for NCCL
@@ -63,10 +64,6 @@ DEV void store_unit(u8* out, int unit, int num_bytes, const u32 (&v)[4]) {
   for (int i = 0; i < 8; ++i)
     if (16 * unit + 2 * i < num_bytes) ((u16*)out)[8 * unit + i] = (u16)(v[i / 2] >> 16 * (i % 2));
 }
-DEV u64 word(u32 data, u32 epoch) { return data | (u64)epoch << 32; }
-DEV bool has_epoch(const Words& v, u32 epoch) {
-  return (u32)(v.first >> 32) == epoch && (u32)(v.second >> 32) == epoch;
-}
 // Of one 32-bit register of all ranks.
 DEV u32 add(const u32 (&v)[RANKS]) {
 #if IS_FLOAT
@@ -98,8 +95,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) all_reduce(
   u32 epoch = 0;
   if (lane == 0) g.epochs[channel] = epoch = 1 + __ldcg(g.epochs + channel);
   epoch = __shfl_sync(~0u, epoch, 0);
-  const Words halves[2] = {{word(own.x, epoch), word(own.y, epoch)},
-                           {word(own.z, epoch), word(own.w, epoch)}};
+  const Words halves[2] = {words(own.x, own.y, epoch), words(own.z, own.w, epoch)};
   const int buffer = (epoch & 1) * RANKS;
   auto slot_of = [&](int from, int half) {
     return (((buffer + from) * CHANNELS + channel) * 2 + half) * 512 + 16 * lane;

@@ -23,10 +23,12 @@
 // time. Waiting for others is bounded: after MOST_TICKS a CTA waits no more, and its results
 // become NaN; it publishes all the same, so counters stay right.
 //
+// Several GPUs that share a model: fused_layer_tail_ranks.cuh.
+//
 // Macros: HIDDEN, ATTENDED (width of the attention's outputs), INNER (of down's inputs), QK_TILES
 // and QKV_TILES (of 16 rows, of q and k and of all; 0 without a next layer), CTAS, TOKENS (8 or
 // 16), SIX_* (matrices of Q6_K), ANY_SIX, STAGES (units of a warp in flight), XSLOTS (columns of x
-// in shared memory), BUFFERS (of sums).
+// in shared memory), BUFFERS (of sums), RANKS (GPUs that share the model).
 #include "fused/fused_layer_tail_exchange.cuh"
 #include "fused/fused_layer_tail_products.cuh"
 

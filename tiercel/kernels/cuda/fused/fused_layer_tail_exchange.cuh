@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fused/fused_layer_tail_products.cuh"
+#include "fused/fused_layer_tail_ranks.cuh"
 
 // ---- the warp that brings activations: a lane a slot, whose columns it knows in their order
 DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
@@ -209,8 +210,13 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
       float* x = g.x + (i64)n * HIDDEN + first_of(round);
       float residual[8] = {};
       if (n < g.m) load8(residual, x);
-      adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
-      adder.publish_normed(residual, norm, kind, CTAS * round + number);
+      const int group = CTAS * round + number;
+      adder.reduce(y, z);
+#if RANKS > 1
+      add_ranks(g, memory, y, z, kind, group, nt, epoch, lane);
+#endif
+      adder.lay(y, 0), adder.lay(z, 1);
+      adder.publish_normed(residual, norm, kind, group);
       const bool has_more = owns(number, round + 1, GROUPS_X);
       load8(norm, has_more ? weights + first_of(round + 1) : next_weights + first_of(0));
       if (n >= g.m) continue;

@@ -43,7 +43,8 @@
 // Where published columns begin: x of gate and up, then down's input, then x of q, k, v.
 #define FIRST_H COLUMNS_X
 #define FIRST_QKV (COLUMNS_X + COLUMNS_H)
-#define MOST_TICKS 2          // of the clock's upper half, 2.2 s each; no launch takes as long
+// Of the clock's upper half, 2.2 s each: no launch takes as long, but another GPU may be late.
+#define MOST_TICKS (RANKS > 1 ? 256 : 2)
 #define SCRATCH_PITCH 144     // 32 floats of a token, and 16 bytes
 #define SHRINK (1.f / 16)     // keeps residual x norm weight within fp16
 #define GROW (16.f * 16777216.f)
@@ -60,6 +61,10 @@ struct Args {
   u32* counters;           // (2 COLUMNS_X + COLUMNS_H, 2), of 8 tokens: publications so far
   int m;
   float eps;
+#if RANKS > 1
+  int tp_rank;
+  u8* peers[RANKS];        // memory of each rank: fused_layer_tail_ranks.cuh
+#endif
 };
 
 struct Layout {
