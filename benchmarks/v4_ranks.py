@@ -3,12 +3,15 @@
     NCCL_NVLS_ENABLE=0 python -m benchmarks.v4_ranks --gpus 2 --layers 8 --out FILE.json
     python -m benchmarks.v4_ranks --gpus 8 --alone --out FILE.json
     python -m benchmarks.v4_ranks --gpus 2 --model qwen3-8b --out FILE.json
+    NCCL_NVLS_ENABLE=0 python -m benchmarks.v4_ranks --gpus 2 --split ep --requests 64 256
 
 DeepSeek-V4-Flash with MXFP4 experts, or a dense model of `model_shapes.py` in the types of Q4_K_M;
 weights are random and drawn on each GPU. A process per GPU; a decode step of 1, 8 and 64 requests,
 its head and its greedy tokens are one CUDA graph, replayed by all ranks together, and the slowest
 rank counts. Ranks must have equal bits, or nothing is timed. `--layers` is for GPUs that do not
 hold all 43.
+
+`--kernels` adds what rank 0 runs in a step: each kernel's calls and time, from a trace.
 
 `--alone` runs rank 0 by itself on one GPU, with its own parts as the sums: what a rank computes and
 reads, without what it waits for. On a CPU ranks are processes joined by gloo, at a sixteenth of
@@ -32,6 +35,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import environment
 from benchmarks.deepseek_v4_layers import (
@@ -65,6 +69,7 @@ PROMPT = {"cuda": 4096, "cpu": 64}
 SAMPLES = {"cuda": 7, "cpu": 2}
 REPLAYS = {"cuda": 20, "cpu": 1}  # of a sample; equal on all ranks, or they would wait for ever
 SUMS = {"cuda": 50, "cpu": 2}  # in a graph
+TRACED, MOST_KERNELS = 4, 30  # steps of a profile, kernels listed
 SHRINK = 8  # of a dense model's sizes on a CPU: parts are whole blocks of 256 columns
 
 
@@ -100,6 +105,7 @@ class Job:
         device_type: ``cuda`` or ``cpu``.
         requests: of the decode steps.
         has_prompt: whether a prompt is timed too.
+        has_kernels: whether rank 0's kernels are listed.
         out: for the figures.
     """
 
@@ -111,6 +117,7 @@ class Job:
     device_type: str
     requests: tuple[int, ...]
     has_prompt: bool
+    has_kernels: bool
     out: Path | None
 
 
@@ -219,6 +226,32 @@ def sum_us(group: Group, shape: tuple[int, int], dtype: torch.dtype, device: tor
     return 1e3 * time_ms(repeatable(run, device), group, device) / count
 
 
+def kernel_rows(
+    name: str, run: Callable[[], object], group: Group, device: torch.device
+) -> list[dict[str, Any]]:
+    """Calls of each kernel in a step of this rank and their microseconds, the longest first."""
+    kinds = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]
+    group.meet("the profile", 120.0)
+    with profile(activities=kinds) as trace:
+        for _ in range(TRACED):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    is_gpu = device.type == "cuda"
+    found = []
+    for event in trace.key_averages():
+        total_us = event.device_time_total if is_gpu else event.self_cpu_time_total
+        found.append(
+            {
+                "name": f"{name}: {event.key:.70}",
+                "calls": event.count // TRACED,
+                "call_us": round(total_us / event.count, 3),
+                "step_us": round(total_us / TRACED, 2),
+            }
+        )
+    return sorted(found, key=lambda row: -float(row["step_us"]))[:MOST_KERNELS]
+
+
 def check_bits(group: Group, out: Tensor) -> None:
     """Stop unless all ranks have the same finite numbers."""
     if not bool(out.isfinite().all()):
@@ -232,8 +265,8 @@ def check_bits(group: Group, out: Tensor) -> None:
 @torch.inference_mode()
 def measure_step(
     job: Job, model: Model, weights: Any, group: Group, step: Step, gbps: float
-) -> dict[str, Any]:
-    """Time one step."""
+) -> list[dict[str, Any]]:
+    """Time one step; its row, then those of kernels."""
     device = torch.device(job.device_type)
     batch = make_batch(model, step, device)
     found: dict[str, Tensor] = {}
@@ -255,9 +288,11 @@ def measure_step(
     sums = [sum_us(group, shape, dtype, device) for dtype in dtypes]
     num_bytes = step_bytes(model, weights, step)
     floor_ms = num_bytes / gbps / 1e6 + job.num_layers * sum(sums) / 1e3
-    return {
-        "name": f"{job.model}, {job.num_layers} layers, {step.num_reqs} requests, "
-        f"{step.query_len} new tokens, context {step.context_len}",
+    name = f"{job.model}, {job.num_layers} layers, {step.num_reqs} requests, "
+    name += f"{step.query_len} new tokens, context {step.context_len}"
+    kernels = kernel_rows(name, repeat, group, device) if job.has_kernels else []
+    timed = {
+        "name": name,
         "gpus": job.num_gpus,
         "is_alone": job.is_alone,
         "experts": "whole" if job.expert_parallel else "split",
@@ -271,6 +306,7 @@ def measure_step(
         "floor_ms": round(floor_ms, 4),
         "fraction_of_floor": round(floor_ms / ms, 4),
     }
+    return [timed, *kernels]
 
 
 def run_rank(rank: int, job: Job, address: str) -> None:
@@ -298,9 +334,10 @@ def measure(job: Job, group: Group, device: torch.device) -> list[dict[str, Any]
     steps += [Step(1, PROMPT[kind], PROMPT[kind])] if job.has_prompt else []
     rows: list[dict[str, Any]] = [{"name": "rate of reading", "read_gbps": gbps}]
     for step in steps:
-        rows.append(measure_step(job, model, weights, group, step, gbps))
+        found = measure_step(job, model, weights, group, step, gbps)
+        rows += found
         if group.rank == 0:
-            print(rows[-1], flush=True)
+            print(*found, sep="\n", flush=True)
             save(job.out, environment(device), rows)
     return rows
 
@@ -334,11 +371,12 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--model", default="flash")
     parser.add_argument("--layers", type=int, default=0, help="0: all")
-    parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--split", default="tp", choices=("tp", "ep"), help="of the experts")
     parser.add_argument("--alone", action="store_true", help="rank 0 without the others")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--requests", type=int, nargs="*", default=DECODE)
     parser.add_argument("--no-prompt", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="list those of rank 0")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     whole = 43 if options.model == "flash" else 36
@@ -347,11 +385,12 @@ def main() -> None:
             options.model,
             options.gpus,
             options.layers or whole,
-            options.expert_parallel,
+            options.split == "ep",
             options.alone,
             options.device,
             tuple(options.requests),
             not options.no_prompt,
+            options.kernels,
             options.out,
         )
     )

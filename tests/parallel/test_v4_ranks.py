@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def job(model, out=None, **changes):
     fields = {
         "num_gpus": 2, "num_layers": 1, "expert_parallel": False, "is_alone": False,
-        "device_type": "cpu", "requests": (1, 2), "has_prompt": False,
+        "device_type": "cpu", "requests": (1, 2), "has_prompt": False, "has_kernels": False,
     }  # fmt: skip
     return Job(model=model, out=out, **(fields | changes))
 
@@ -35,6 +35,14 @@ def test_ranks_are_timed_and_agree(two_ranks, tmp_path, model):
         assert row["floor_ms"] > 2 * row["attention_sum_us"] / 1e4
         assert row["step_ms"] > 0
     assert len(read(tmp_path / "figures.json").rows) == 3
+
+
+def test_kernels_of_a_step_are_listed():
+    task = job("qwen3-8b", num_gpus=1, is_alone=True, requests=(1,), has_kernels=True)
+    _, step, *kernels = rows_of(Lone(0, 1), task)
+    assert all(row["name"].startswith(f"{step['name']}: aten::") for row in kernels)
+    assert kernels[0]["step_us"] >= kernels[-1]["step_us"] >= 0
+    assert kernels[0]["calls"] >= 1
 
 
 def test_one_of_two_ranks_alone_reads_half():
