@@ -38,15 +38,17 @@ def launch_type(ranks: int) -> type[ctypes.Structure]:
 class Ranks:
     """The memory of ranks, which keeps its contents and counts from run to run."""
 
-    def __init__(self, ranks: int, library: ctypes.CDLL, warps: int) -> None:
-        self.ranks, self.library, self.warps = ranks, library, warps
+    def __init__(
+        self, ranks: int, library: ctypes.CDLL, warps: int, *, gathers: bool = False
+    ) -> None:
+        self.ranks, self.library, self.warps, self.gathers = ranks, library, warps, gathers
         size = kernel.exchange_bytes(ranks)
         self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
         self.epochs = torch.zeros(ranks, kernel.CHANNELS, dtype=torch.int32)
         self.addresses = [[memory.data_ptr() for memory in self.memory] for _ in range(ranks)]
 
     def run(self, calls: Sequence[Sequence[Tensor]], seed: int) -> list[list[Tensor]]:
-        """Reduce the parts of each call; results of each call and rank.
+        """Reduce or gather the parts of each call; results of each call and rank.
 
         Args:
             calls: of each call the parts of all ranks, of one size and dtype.
@@ -56,8 +58,12 @@ class Ranks:
         assert ctypes.sizeof(launch) == self.library.launch_bytes()
         launches = (launch * (self.ranks * len(calls)))()
         inputs = [[torch.full_like(part, float("nan")) for part in parts] for parts in calls]
+        copies = self.ranks if self.gathers else 1
         wide = [
-            [torch.full((part.numel() + 2 * GUARD,), float("nan")).to(part) for part in parts]
+            [
+                torch.full((copies * part.numel() + 2 * GUARD,), float("nan")).to(part)
+                for part in parts
+            ]
             for parts in calls
         ]
         for rank in range(self.ranks):

@@ -1,4 +1,4 @@
-"""Checks the all-reduce on GPUs of this machine, a process each; ends with 0 if all is right.
+"""Checks all-reduce and gather on GPUs of this machine, a process each; ends with 0 if right.
 
     python -m tests.all_reduce_on_gpus --ranks 2 --rounds 10000 --replays 1000
 
@@ -51,6 +51,7 @@ def check_eagerly(reducer: SmallAllReduce, parts: Parts, rounds: int) -> Tensor:
         if number % 100 == 99 and number // 100 % parts.ranks == parts.rank:
             torch.cuda._sleep(2_000_000)  # cycles, 1 ms: this rank lags
         wrong += (reducer.all_reduce(each[parts.rank]) != oracle.all_reduce(list(each))).any()
+        wrong += (reducer.all_gather(each[parts.rank]) != each).any()
     return wrong
 
 
@@ -64,12 +65,15 @@ def check_replays(reducer: SmallAllReduce, parts: Parts, replays: int) -> Tensor
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = [reducer.all_reduce(each[rank]) for each in inputs]
+        gathered = [reducer.all_gather(each[rank]) for each in inputs]
     for number in range(replays):
         for each in inputs:
             each.copy_(parts.make(each.shape[1], each.dtype))
         graph.replay()
         for each, result in zip(inputs, results, strict=True):
             wrong += (result != oracle.all_reduce(list(each))).any()
+        for each, result in zip(inputs, gathered, strict=True):
+            wrong += (result != each).any()
         if number % 10 == 0:
             wrong += check_eagerly(reducer, parts, 1)
     return wrong

@@ -29,7 +29,7 @@ TIMEOUT_S: Final = 30.0  # of a collective on a CPU, and for all ranks to connec
 
 
 class SmallSums(Protocol):
-    """A kernel that sums small tensors of all ranks faster than the backend does."""
+    """Kernels that sum and gather small tensors of all ranks faster than the backend does."""
 
     @property
     def max_bytes(self) -> int:
@@ -37,6 +37,9 @@ class SmallSums(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks of x, contiguous on the GPU, in the order of ranks; x may change."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """(ranks, *shape of x), the parts of all ranks; x has an even number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Group:
         rank: of this process, from 0.
         size: processes.
         processes: PyTorch's handle of them, of CPU and GPU tensors; None in a group of one.
-        small_sums: sums tensors on a GPU up to its `max_bytes`; None: the backend sums all.
+        small_sums: sums and gathers tensors on a GPU up to its `max_bytes`; None: the backend
+            takes all.
         timeout_s: after which a collective on a CPU fails.
     """
 
@@ -78,8 +82,8 @@ class Group:
             for part in parts[1:]:
                 total = total + part.float()
             return total.to(x.dtype)
-        small = self.small_sums
-        if small is not None and x.numel() * x.element_size() <= small.max_bytes:
+        small = self._small(x)
+        if small is not None:
             return small.all_reduce(x)
         with self._waiting_for("the sum of", x):
             dist.all_reduce(x, group=self.processes)
@@ -156,6 +160,9 @@ class Group:
 
     def _gather(self, x: Tensor, what: str) -> Tensor:
         """(size, *shape of x), the parts of all ranks."""
+        small = self._small(x)
+        if small is not None and x.nbytes % 2 == 0:
+            return small.all_gather(x)
         # As bytes: not every backend knows every dtype, and none looks into them.
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         if not x.numel():
@@ -167,6 +174,11 @@ class Group:
             else:
                 dist.all_gather(list(flat_parts.unbind()), flat, group=self.processes)
         return parts
+
+    def _small(self, x: Tensor) -> SmallSums | None:
+        """The kernels for a tensor, if they take it."""
+        small = self.small_sums
+        return small if small is not None and x.is_cuda and x.nbytes <= small.max_bytes else None
 
     @contextmanager
     def _waiting_for(self, what: str, x: Tensor) -> Iterator[None]:

@@ -30,7 +30,7 @@ from tests.kernels.test_rtc import (
 from tiercel.kernels.attention import decode_attention_split, rotary_kv_write
 from tiercel.kernels.block import linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
-from tiercel.kernels.collectives.all_reduce import all_reduce_source
+from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.moe import moe_experts_gemm, moe_experts_tiles
@@ -188,7 +188,7 @@ def all_sources() -> list[rtc.KernelSource]:
         for has_norms in (False, True)
     ]
     sources += [*fused_sources(), *ngram_sources()]
-    for ranks, dtype in itertools.product((2, 4, 8), ALL_REDUCE_DTYPES):
+    for ranks, dtype in itertools.product((2, 4, 8), (*ALL_REDUCE_DTYPES, GATHER)):
         sources.append(all_reduce_source(ranks, dtype))
     sources += [*fused_sources(), *linear_group_sources(), *ngram_sources()]
     sources += [*fused_sources(), *ngram_sources(), *moe_sources()]

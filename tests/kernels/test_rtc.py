@@ -26,6 +26,8 @@ from tiercel.kernels.attention.prefill_attention import cuda_source, select_pref
 from tiercel.kernels.block import linear_group
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail, mhc_mix_step
+from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
+from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
 from tiercel.kernels.packed.packed_gemm import (
@@ -312,7 +314,9 @@ def test_decode_step_compiles_as_designed(num_layers, slices, has_qk_norm, tmp_p
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (8, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(2, torch.bfloat16), (8, torch.float32), (4, GATHER)], ids=str
+)
 def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
     """Words of 8 bytes go in pairs, and nothing is spilled."""
     cubin = compile_here(all_reduce_source(ranks, dtype), tmp_path, arch)

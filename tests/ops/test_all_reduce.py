@@ -67,6 +67,17 @@ def test_each_size_matches_the_oracle_on_all_ranks(form, library_of):
     check(ranks, [make_parts(form[0], size, form[1], generator) for size in SIZES], seed=0)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_gather_has_the_parts_of_all_ranks(num_ranks, library_of):
+    """Launch after launch, of sizes that 16 bytes do and do not divide."""
+    ranks = Ranks(num_ranks, library_of(num_ranks, kernel.GATHER, 2), 2, gathers=True)
+    generator = torch.Generator().manual_seed(9)
+    calls = [make_parts(num_ranks, size, torch.float16, generator) for size in SIZES + SIZES[::-1]]
+    for parts, results in zip(calls, ranks.run(calls, seed=1), strict=True):
+        for result in results:
+            assert torch.equal(result, torch.cat(parts))
+
+
 # Calls of two ranks; more ranks make fewer.
 ROUNDS = [pytest.param(800, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.slow)]
 
@@ -167,8 +178,20 @@ def test_parts_at_odd_addresses_and_with_strides_are_copied(reducer, launches):
         launches.clear()
 
 
+def test_a_gather_of_any_dtype(reducer, launches):
+    x = torch.arange(15).view(5, 3)
+    out = reducer.all_gather(x.T)
+    assert (out.shape, out.dtype) == ((3, 3, 5), torch.int64)
+    ((source, _, _, (arguments,)),) = launches
+    assert dict(source.macros)["IS_GATHER"] == 1
+    assert (arguments.out, arguments.num_bytes) == (out.data_ptr(), 120)
+    with pytest.raises(ArgumentError, match="x has 3 bytes"):
+        reducer.all_gather(torch.zeros(3, dtype=torch.uint8))
+
+
 def test_an_empty_tensor_launches_nothing(reducer, launches):
     assert reducer.all_reduce(torch.empty(0, 5)).shape == (0, 5)
+    assert reducer.all_gather(torch.empty(0, 5)).shape == (3, 0, 5)
     assert launches == []
 
 

@@ -123,15 +123,20 @@ class CountedSums:
         self.calls += 1
         return self.group.all_reduce(x)
 
+    def all_gather(self, x):
+        self.calls += 1
+        return self.group.all_gather(x)
+
 
 def sums_of_a_kernel(group):
     kernel = CountedSums(group, 64)
     own = replace(group, small_sums=kernel)
     own.all_reduce(torch.ones(16))
+    own.all_gather(torch.ones(16))
     return kernel.calls
 
 
-def test_a_kernel_sums_nothing_on_a_cpu(two_ranks):
+def test_a_kernel_sums_and_gathers_nothing_on_a_cpu(two_ranks):
     assert two_ranks.run(sums_of_a_kernel) == [0, 0]
 
 

@@ -1,4 +1,4 @@
-"""Sum of a small tensor over the GPUs of one host, by a kernel of ours instead of NCCL."""
+"""Sum or gather of small tensors of the GPUs of one host, by a kernel of ours instead of NCCL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tiercel.kernels.collectives.all_reduce import (
     CAPABILITY,
     CHANNELS,
     DTYPES,
+    GATHER,
     MAX_BYTES,
     MOST_RANKS,
     exchange_bytes,
@@ -24,7 +25,7 @@ _ALIGNMENT = 16  # bytes, of a thread's loads
 
 
 class SmallAllReduce:
-    """All-reduce of up to `max_bytes` among the ranks of one group; from `make_small_all_reduce`.
+    """All-reduce and all-gather of up to `max_bytes` of a rank; from `make_small_all_reduce`.
 
     Calls may be captured into CUDA graphs. All ranks make the same calls and replays, with tensors
     of the same sizes, in the same order and on one stream.
@@ -53,21 +54,40 @@ class SmallAllReduce:
         Raises:
             ArgumentError: the dtype, size or device is another one.
         """
-        self._check(x)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if x.numel() == 0:
-            return out
-        x = x.contiguous()
-        if x.data_ptr() % _ALIGNMENT:
-            x = x.clone()
-        launch_all_reduce(x, out, self._memory, self._epochs)
-        return out
-
-    def _check(self, x: Tensor) -> None:
         if x.dtype not in DTYPES:
             raise ArgumentError(
                 f"all_reduce: x is {x.dtype}.", hint="Pass float16, bfloat16 or float32."
             )
+        self._check(x)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if x.numel():
+            launch_all_reduce(_aligned(x), out, self._memory, self._epochs)
+        return out
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The parts of all ranks, in their order.
+
+        Args:
+            x: of any dtype and shape, of an even number of bytes, at most `max_bytes`; else as in
+                `all_reduce`.
+
+        Returns:
+            (ranks, *shape of x) in the dtype of x, contiguous.
+
+        Raises:
+            ArgumentError: the size or device is another one.
+        """
+        if x.nbytes % 2:
+            raise ArgumentError(f"all_gather: x has {x.nbytes} bytes.", hint="Pass an even number.")
+        self._check(x)
+        size = len(self._memory.addresses), *x.shape
+        out = torch.empty(size, dtype=x.dtype, device=x.device)
+        if x.numel():
+            parts = _aligned(x).view(-1).view(GATHER), out.view(-1).view(GATHER)
+            launch_all_reduce(*parts, self._memory, self._epochs)
+        return out
+
+    def _check(self, x: Tensor) -> None:
         if x.nbytes > self.max_bytes:
             raise ArgumentError(
                 f"all_reduce: x has {x.nbytes} bytes.", hint=f"Pass at most {self.max_bytes}."
@@ -76,6 +96,12 @@ class SmallAllReduce:
             raise ArgumentError(
                 f"all_reduce: x is on {x.device}.", hint=f"Pass one on {self._epochs.device}."
             )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A tensor as a kernel reads it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 def make_small_all_reduce(group: dist.ProcessGroup, device: torch.device) -> SmallAllReduce | str:

@@ -2,7 +2,8 @@
 
 Each rank stores its part into the memory of all others and adds what arrives in its own, in the
 order of ranks: the same bits on every rank. Data and their epoch are words of 8 bytes, so twice the
-bytes travel, and in return there is one latency of a store and no fence, flag or barrier.
+bytes travel, and in return there is one latency of a store and no fence, flag or barrier. A gather
+is the same with parts written one after the other.
 
 Floor: a launch, a store to another GPU, and (ranks - 1) * 2 * bytes over the links of a GPU.
 """
@@ -22,6 +23,7 @@ MAX_BYTES = 1 << 20  # more is a matter of bandwidth, and NCCL's
 MOST_RANKS = 8
 CAPABILITY = (8, 0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GATHER = torch.uint8  # in place of a dtype: parts are bytes, and are not added
 _CHANNEL_BYTES = 512  # of a tensor, of a warp: 16 a lane
 CHANNELS = MAX_BYTES // _CHANNEL_BYTES
 WARPS = 4  # of a CTA; not measured yet
@@ -34,13 +36,14 @@ def exchange_bytes(ranks: int) -> int:
 
 @functools.cache
 def all_reduce_source(ranks: int, dtype: torch.dtype, warps: int = WARPS) -> rtc.KernelSource:
-    """The kernel for a number of ranks."""
+    """The kernel for a number of ranks; dtype: of `DTYPES`, or `GATHER`."""
     macros = (
         ("RANKS", ranks),
         ("WARPS", warps),
         ("CHANNELS", CHANNELS),
         ("IS_FLOAT", int(dtype == torch.float32)),
         ("IS_BF16", int(dtype == torch.bfloat16)),
+        ("IS_GATHER", int(dtype == GATHER)),
     )
     return rtc.KernelSource("all_reduce", macros)
 
@@ -64,7 +67,7 @@ def num_ctas(num_bytes: int, warps: int = WARPS) -> int:
 
 def load_all_reduce(ranks: int, device: torch.device) -> None:
     """Compile and load what `launch_all_reduce` launches."""
-    sources = [all_reduce_source(ranks, dtype) for dtype in DTYPES]
+    sources = [all_reduce_source(ranks, dtype) for dtype in (*DTYPES, GATHER)]
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source in sources:
         rtc.load_kernel(source, device)
@@ -76,8 +79,9 @@ def launch_all_reduce(
     """Enqueue on the current stream; all ranks launch the same sizes in the same order.
 
     Args:
-        x: contiguous, of 1 to MAX_BYTES bytes, at a multiple of 16.
-        out: like x.
+        x: contiguous, of 1 to MAX_BYTES bytes, an even number, at a multiple of 16; bytes for a
+            gather.
+        out: like x; of a gather (ranks, bytes).
         memory: `exchange_bytes` of every rank, zero before the first launch.
         epochs: (CHANNELS,) int32, zero before the first launch; mutated.
         warps: of a CTA.

@@ -29,7 +29,10 @@
 // to 100 registers, a fifth of those of an H100, and what else runs beside them must not wait for
 // other ranks.
 //
-// Macros: RANKS, WARPS (of a CTA), CHANNELS, IS_FLOAT (elements of 4 bytes), IS_BF16 (0: fp16).
+// A gather is the same exchange, whose parts are written one after the other.
+//
+// Macros: RANKS, WARPS (of a CTA), CHANNELS, IS_FLOAT (elements of 4 bytes), IS_BF16 (0: fp16),
+// IS_GATHER (parts are bytes).
 #include "include/attention_ptx.cuh"
 #include "include/peer_words.cuh"
 #include "collectives/all_reduce_ptx.cuh"
@@ -38,7 +41,7 @@
 
 struct Args {
   const u8* x;        // this rank's part, at a multiple of 16 bytes
-  u8* out;            // like x, and may be x
+  u8* out;            // like x, and may be x; of a gather (RANKS, num_bytes)
   u32* epochs;        // (CHANNELS,) of this rank alone
   u8* memory[RANKS];  // of each rank, as this one addresses it
   int num_bytes;      // of x, at most 512 CHANNELS
@@ -56,7 +59,7 @@ DEV uint4 load_unit(const u8* x, int unit, int num_bytes) {
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
 DEV void store_unit(u8* out, int unit, int num_bytes, const u32 (&v)[4]) {
-  if (16 * unit + 16 <= num_bytes) {
+  if (16 * unit + 16 <= num_bytes && (u64)out % 16 == 0) {
     ((uint4*)out)[unit] = make_uint4(v[0], v[1], v[2], v[3]);
     return;
   }
@@ -122,6 +125,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) all_reduce(
       is_there &= has_epoch(parts[0][r], epoch) && has_epoch(parts[1][r], epoch);
     if (!is_there && clock_high() - begin > MOST_TICKS) give_up();
   } while (!is_there);
+#if IS_GATHER
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r) {
+    const Words &a = parts[0][r], &b = parts[1][r];
+    const u32 part[4] = {(u32)a.first, (u32)a.second, (u32)b.first, (u32)b.second};
+    store_unit(g.out + (i64)r * g.num_bytes, unit, g.num_bytes, part);
+  }
+#else
   u32 sums[4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -132,4 +143,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) all_reduce(
     sums[2 * half] = add(first), sums[2 * half + 1] = add(second);
   }
   store_unit(g.out, unit, g.num_bytes, sums);
+#endif
 }

@@ -111,6 +111,7 @@
 // ---- collectives: all_reduce.py
 #define CHANNELS 512
 #define IS_FLOAT 0
+#define IS_GATHER 0
 #define RANKS 2
 
 // ---- what CUDA has and clang's headers lack
