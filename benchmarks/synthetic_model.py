@@ -1,6 +1,7 @@
 """Writes a GGUF file of a real model's shapes and types with random weights, to measure speed.
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
+    python -m benchmarks.synthetic_model qwen3-0.6b two_layers.gguf --layers 2
 
 Types are those of a published file. Of Q4_K_M: Q4_K, with Q6_K for half of attn_v and ffn_down and
 for the output matrix (the embedding, where that is the output matrix too); Q5_0 and Q8_0 instead
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,9 +119,10 @@ class Weights:
         return data.reshape(out, -1)
 
 
-def write(model: str, path: Path, seed: int = 0) -> None:
-    """Write one model."""
+def write(model: str, path: Path, seed: int = 0, layers: int = 0) -> None:
+    """Write one model; layers: in place of all, if not 0."""
     shape, weights = SHAPES[model], Weights(seed)
+    shape = replace(shape, layers=layers or shape.layers)
     writer = gguf.GGUFWriter(path, shape.arch)
     write_metadata(writer, model, shape)
     for name, values in vectors(shape):
@@ -168,5 +171,6 @@ if __name__ == "__main__":
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("path", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=0, help="0: all")
     options = parser.parse_args()
-    write(options.name, options.path, options.seed)
+    write(options.name, options.path, options.seed, options.layers)
