@@ -7,6 +7,7 @@ from tests.dsv4_cases import captured, case, poison, strided
 from tiercel.errors import ArgumentError
 from tiercel.kernels.moe import moe_route as kernel
 from tiercel.ops.moe_route import moe_route, moe_route_hash, route_refusal
+from tiercel.ops.moe_route_torch import own_pairs
 from tiercel.reference import moe_route as oracle
 
 SHAPES = [(1, 5, 1), (11, 10, 3), (7, 256, 6), (33, 384, 6), (4, 7, 7)]  # tokens, experts, topk
@@ -131,6 +132,23 @@ def test_kernels_match_oracle(num_tokens, num_experts, topk, dtype, device):
         assert torch.equal(ids, table[tokens])
     expected = oracle.weights(oracle.scores(logits.cpu()), ids.cpu(), 2.5)
     torch.testing.assert_close(weights.double().cpu(), expected, rtol=5e-6, atol=0)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), SHAPES[1:])
+def test_kernels_leave_out_experts_of_other_ranks(num_tokens, num_experts, topk, device):
+    logits = 3 * torch.randn(num_tokens, num_experts, device=device)
+    bias = torch.randn(num_experts, device=device)
+    table = torch.stack([torch.randperm(num_experts)[:topk] for _ in range(50)]).to(device)
+    tokens = torch.randint(0, 50, (num_tokens,), device=device)
+    every = run_kernel(logits, bias, topk, 2.5)
+    by_hash = [torch.empty_like(tensor) for tensor in every]
+    kernel.launch_moe_route_hash(logits, table, tokens, *by_hash, 2.5)
+    for own in (range(num_experts // 2), range(num_experts // 2, num_experts), range(1, 2)):
+        found = [torch.empty_like(tensor) for tensor in every]
+        kernel.launch_moe_route(logits, bias, *found, 2.5, own)
+        assert all(map(torch.equal, found, own_pairs(*every, own)))
+        kernel.launch_moe_route_hash(logits, table, tokens, *found, 2.5, own)
+        assert all(map(torch.equal, found, own_pairs(*by_hash, own)))
 
 
 def test_kernel_ties_and_extremes(device):

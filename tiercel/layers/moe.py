@@ -33,12 +33,17 @@ class Router:
     topk: int
     scale: float
 
-    def __call__(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts (T, topk) int64 and their weights (T, topk) float32, of logits of `gate`."""
+    def __call__(
+        self, logits: Tensor, token_ids: Tensor, own: range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Experts (T, topk) int64 and their weights (T, topk) float32, of logits of `gate`.
+
+        own: experts that this rank has, see `ops.moe_route`; None: all.
+        """
         if self.table is not None:
-            return moe_route_hash(logits, self.table, token_ids, scale=self.scale)
+            return moe_route_hash(logits, self.table, token_ids, scale=self.scale, own=own)
         assert self.bias is not None, "a router has a bias or a table"
-        return moe_route(logits, self.bias, topk=self.topk, scale=self.scale)
+        return moe_route(logits, self.bias, topk=self.topk, scale=self.scale, own=own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class MoE:
         limit: of the routed experts' clamped SwiGLU; None for no clamp.
         rounds_activations: whether the inputs of the routed experts' products are rounded.
         group: ranks that have the other parts.
-        first_expert: of this rank, where it has whole ones; None: it has a part of each.
+        own: experts of this rank, where it has whole ones; None: it has a part of each.
     """
 
     router: Router
@@ -79,7 +84,7 @@ class MoE:
     limit: float | None
     rounds_activations: bool
     group: Group = SINGLE
-    first_expert: int | None = None
+    own: range | None = None
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """(T, hidden) normed to (T, hidden) float32.
@@ -89,9 +94,7 @@ class MoE:
         shared = self.shared
         gate_up = GateUp(shared.gate_up, shared.limit)
         logits, h = multiply_group(x, [self.router.gate, gate_up])
-        ids, weights = self.router(logits, token_ids)
-        if self.first_expert is not None:
-            ids, weights = own_pairs(ids, weights, self.first_expert, self.experts.num_experts)
+        ids, weights = self.router(logits, token_ids, self.own)
         routed = moe_experts(
             x,
             ids,
@@ -100,26 +103,6 @@ class MoE:
             limit=self.limit,
             rounds_activations=self.rounds_activations,
             out_dtype=torch.float32,  # the sum of both is rounded once
+            num_ranks=1 if self.own is None else self.group.size,
         )
         return self.group.all_reduce(add_product(h, shared.down, routed))
-
-
-def own_pairs(
-    ids: Tensor, weights: Tensor, first_expert: int, num_experts: int
-) -> tuple[Tensor, Tensor]:
-    """The pairs of tokens and experts with those of other ranks at weight 0.
-
-    Args:
-        ids: (T, topk) int64, experts of all ranks.
-        weights: (T, topk) float32.
-        first_expert: of this rank.
-        num_experts: of this rank.
-
-    Returns:
-        Ids within this rank's stacks, and weights. In place of another rank's expert comes one that
-        the token has here anyway, if there is any, so that no other weights are read.
-    """
-    local = ids - first_expert
-    is_own = (local >= 0) & (local < num_experts)
-    present = local.where(is_own, 0).amax(dim=1, keepdim=True)
-    return local.where(is_own, present), weights.where(is_own, 0.0)

@@ -237,9 +237,7 @@ class DeepseekV4Builder:
         experts = Experts(w1, w3, w2)
         if not is_rounded:
             experts = rest_experts(experts, self.dtype)
-        first_expert = None
+        own = None
         if self.group.size > 1 and weights.sharding.expert_parallel:
-            first_expert, _ = weights.sharding.part(config.num_experts)
-        return MoE(
-            router, experts, shared, config.swiglu_limit, is_rounded, self.group, first_expert
-        )
+            own = range(*weights.sharding.part(config.num_experts))
+        return MoE(router, experts, shared, config.swiglu_limit, is_rounded, self.group, own)

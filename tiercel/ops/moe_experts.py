@@ -74,6 +74,7 @@ def moe_experts(
     limit: float | None,
     rounds_activations: bool = False,
     out_dtype: torch.dtype | None = None,
+    num_ranks: int = 1,
 ) -> Tensor:
     """Sum over a token's experts of weight * w2 swiglu(w1 x, w3 x).
 
@@ -86,7 +87,8 @@ def moe_experts(
     Args:
         x: (T, hidden), float32, bfloat16 or float16, with any strides.
         ids: (T, topk) int64, experts of each token, distinct or not; each within the stack (not
-            checked on a device).
+            checked on a device), or -1 where another rank has the expert, but for the first token:
+            such a pair adds nothing.
         weights: (T, topk) float32; multiplied into the activations before w2.
         experts: stacks of w1 (gate), w3 (up) and w2 (down), a float Tensor or
             weights of any type in layout FILE or BLOCKS.
@@ -94,6 +96,7 @@ def moe_experts(
         rounds_activations: the inputs of all products are rounded to FP8 in groups of 128, as in
             the published code (native numerics).
         out_dtype: of the result; None for that of x.
+        num_ranks: ranks whose experts the tokens go to; only with several is an id -1.
 
     Returns:
         (T, hidden), contiguous. Float32 inside, but the kernels round the activations before w2 to
@@ -131,12 +134,13 @@ def moe_experts(
         return out
     stacks = None
     if experts.tickets is not None and x.dtype == torch.bfloat16 and not rounds_activations:
-        run_tiles(out, x.contiguous(), ids.contiguous(), weights.contiguous(), experts, limit)
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        run_tiles(out, x, ids, weights, experts, limit, num_ranks)
         return out
     if x.is_cuda and not rounds_activations and env.has_moe_kernel():
         stacks = kernel_stacks(experts, x.dtype)
     if stacks is not None:
-        run_kernels(out, x, ids, weights, stacks, limit)
+        run_kernels(out, x, ids, weights, stacks, limit, num_ranks)
         return out
     rows, num_tiles = torch_ops.select_tiles(ids.numel(), experts.num_experts)
     made = torch_ops.make_tiles(ids, experts.num_experts, rows, num_tiles)
@@ -214,7 +218,13 @@ def _is_mxfp4(stack: Tensor | QuantTensor) -> TypeGuard[QuantTensor]:
 
 
 def run_tiles(
-    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, limit: float | None
+    out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    limit: float | None,
+    num_ranks: int = 1,
 ) -> None:
     """Multiply by stacks of layout TILES.
 
@@ -225,6 +235,7 @@ def run_tiles(
         weights: (T, topk) float32, contiguous.
         experts: of `rest_experts`.
         limit: of the clamped SwiGLU; None for no clamp.
+        num_ranks: see `moe_experts`.
     """
     num_pairs, (num_experts, inter, hidden) = ids.numel(), experts.w1.shape
     stacks = [tile_planes(stack) for stack in (experts.w1, experts.w3, experts.w2)]
@@ -233,7 +244,7 @@ def run_tiles(
     )
     limits = device_limits(x.device)
     capability = torch.cuda.get_device_capability(x.device)
-    if env.has_moe_gemm() and not gemm.gemm_refusal(shape, num_pairs, capability):
+    if env.has_moe_gemm() and not gemm.gemm_refusal(shape, num_pairs // num_ranks, capability):
         configs = gemm.select_gemm(shape.gate), gemm.select_gemm(shape.down)
         workspace = gemm.GemmWorkspace.make(
             num_pairs, num_experts, (hidden, inter), configs[0].tokens, x.device
@@ -254,11 +265,17 @@ def run_tiles(
         count = tiles.num_tickets(num_chunks)
         tickets = torch.zeros(count, dtype=torch.int32, device=x.device)
     h = torch.empty((num_pairs, inter), dtype=x.dtype, device=x.device)
-    y = torch.empty((num_pairs, hidden), dtype=torch.float32, device=x.device)
+    y = _make_results(num_pairs, hidden, x.device, num_ranks)
     tiles.launch_moe_experts_tiles(
         out, x, ids, weights, chunks, stacks, limit, (h, y, tickets), config,
         num_sms=limits.num_sms, is_dependent=is_dependent(x.device),
     )  # fmt: skip
+
+
+def _make_results(num_pairs: int, hidden: int, device: torch.device, num_ranks: int) -> Tensor:
+    """(num_pairs, hidden) float32 for kernels that write those of this rank's experts alone."""
+    make = torch.empty if num_ranks == 1 else torch.zeros
+    return make((num_pairs, hidden), dtype=torch.float32, device=device)
 
 
 def tile_planes(weight: Tensor | QuantTensor) -> StackPlanes:
@@ -304,6 +321,7 @@ def run_kernels(
     weights: Tensor,
     stacks: tuple[StackPlanes, StackPlanes, StackPlanes],
     limit: float | None,
+    num_ranks: int = 1,
 ) -> None:
     """Sort the pairs into tiles, and multiply them by kernels.
 
@@ -314,6 +332,7 @@ def run_kernels(
         weights: (T, topk) float32.
         stacks: of `kernel_stacks`.
         limit: of the clamped SwiGLU; None for no clamp.
+        num_ranks: see `moe_experts`.
     """
     from tiercel.kernels.moe.moe_experts import launch_moe_experts, launch_moe_tiles
 
@@ -329,7 +348,7 @@ def run_kernels(
         made = torch_ops.make_tiles(ids, num_experts, rows, num_tiles)
         experts, pairs = made.experts, made.pairs
     h = torch.empty((num_pairs, stacks[0].q.shape[1]), dtype=x.dtype, device=x.device)
-    y = torch.empty((num_pairs, x.shape[1]), dtype=torch.float32, device=x.device)
+    y = _make_results(num_pairs, x.shape[1], x.device, num_ranks)
     launch_moe_experts(
         out, x.contiguous(), (experts, pairs), weights.contiguous(), stacks, limit, (h, y)
     )

@@ -55,21 +55,25 @@ class Tiles:
 
 
 def make_tiles(ids: Tensor, num_experts: int, rows: int, num_tiles: int) -> Tiles:
-    """Sort the pairs of (T, topk) ids by expert and cut them into tiles."""
+    """Sort the pairs of (T, topk) ids by expert and cut them into tiles; ids of -1 are left out."""
     num_pairs = ids.numel()
-    sorted_ids, order = torch.sort(ids.flatten(), stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    keys = ids.flatten()
+    sorted_ids, order = torch.sort(keys.where(keys >= 0, num_experts), stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, sorted_ids, torch.ones_like(sorted_ids))
     tiles = (counts + rows - 1) // rows
     last_tile = tiles.cumsum(0)
     first_pair = counts.cumsum(0) - counts
     index = torch.arange(num_pairs, device=ids.device)
     place = (last_tile - tiles)[sorted_ids] * rows + index - first_pair[sorted_ids]
-    pairs = torch.full((num_tiles * rows,), num_pairs, dtype=torch.int64, device=ids.device)
+    # Those left out come last, all at one place after the tiles.
+    place = place.where(sorted_ids < num_experts, num_tiles * rows)
+    pairs = torch.full((num_tiles * rows + 1,), num_pairs, dtype=torch.int64, device=ids.device)
     pairs.scatter_(0, place, order)
     numbers = torch.arange(num_tiles, device=ids.device)
+    last_tile = last_tile[:num_experts]
     experts = torch.searchsorted(last_tile, numbers, right=True).clamp(max=num_experts - 1)
-    return Tiles(experts, pairs.view(num_tiles, rows))
+    return Tiles(experts, pairs[:-1].view(num_tiles, rows))
 
 
 def decoded(weight: Tensor | QuantTensor, experts: Tensor) -> Tensor:
@@ -127,7 +131,7 @@ def run_experts(
     zeros = x.new_zeros(1, hidden)
     rows = torch.cat((round_fp8(x, 128) if rounds_activations else x, zeros))
     factors = torch.cat((weights.flatten().float(), zeros[0, :1]))
-    out = x.new_empty(num_pairs + 1, hidden)  # the last row takes the padding
+    out = x.new_zeros(num_pairs + 1, hidden)  # the last row takes the padding
     step = max(1, WORKSPACE_BYTES // (_BYTES_PER_WEIGHT * hidden * inter))
     topk = num_pairs // num_tokens
     for start in range(0, tiles.experts.shape[0], step):

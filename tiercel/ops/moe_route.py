@@ -12,7 +12,9 @@ from tiercel.ops import moe_route_torch as torch_ops
 _MOST_EXPERTS, _MOST_CHOSEN = 2048, 64  # of the kernels
 
 
-def moe_route(logits: Tensor, bias: Tensor, *, topk: int, scale: float) -> tuple[Tensor, Tensor]:
+def moe_route(
+    logits: Tensor, bias: Tensor, *, topk: int, scale: float, own: range | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the experts with the best biased scores (learned routing).
 
     s = sqrt(softplus(logits)). The experts are the topk best of s + bias; the weights are s without
@@ -23,6 +25,7 @@ def moe_route(logits: Tensor, bias: Tensor, *, topk: int, scale: float) -> tuple
         bias: (experts,) float32, for the choice alone.
         topk: experts a token goes to, 1 to `experts`.
         scale: the routed scaling factor.
+        own: experts that this rank has; the results are those of `own_pairs`. None: all.
 
     Returns:
         ids (T, topk) int64 in descending order of s + bias, ties to the lower expert; weights
@@ -50,15 +53,15 @@ def moe_route(logits: Tensor, bias: Tensor, *, topk: int, scale: float) -> tuple
         from tiercel.kernels.moe.moe_route import launch_moe_route
 
         ids, weights = _results(logits, topk)
-        launch_moe_route(logits, bias, ids, weights, scale)
+        launch_moe_route(logits, bias, ids, weights, scale, own)
         return ids, weights
     scores = torch_ops.scores(logits)
     ids = torch_ops.best(scores + bias, topk)
-    return ids, torch_ops.normalised(scores.gather(1, ids), scale)
+    return torch_ops.own_pairs(ids, torch_ops.normalised(scores.gather(1, ids), scale), own)
 
 
 def moe_route_hash(
-    logits: Tensor, table: Tensor, token_ids: Tensor, *, scale: float
+    logits: Tensor, table: Tensor, token_ids: Tensor, *, scale: float, own: range | None = None
 ) -> tuple[Tensor, Tensor]:
     """Take a token's experts from a table, and their weights from the scores (hash routing).
 
@@ -67,6 +70,7 @@ def moe_route_hash(
         table: (vocab, topk) int64, distinct experts in each row (checked when it is loaded).
         token_ids: (T,) int32 or int64, the input tokens; below vocab (not checked on a device).
         scale: the routed scaling factor.
+        own: as in `moe_route`.
 
     Returns:
         ids (T, topk) int64 in the order of the table; weights (T, topk) float32 as in `moe_route`.
@@ -92,10 +96,11 @@ def moe_route_hash(
         from tiercel.kernels.moe.moe_route import launch_moe_route_hash
 
         ids, weights = _results(logits, table.shape[1])
-        launch_moe_route_hash(logits, table, token_ids, ids, weights, scale)
+        launch_moe_route_hash(logits, table, token_ids, ids, weights, scale, own)
         return ids, weights
     ids = table.index_select(0, token_ids)
-    return ids, torch_ops.normalised(torch_ops.scores(logits).gather(1, ids), scale)
+    weights = torch_ops.normalised(torch_ops.scores(logits).gather(1, ids), scale)
+    return torch_ops.own_pairs(ids, weights, own)
 
 
 def route_refusal(logits: Tensor, topk: int) -> str:

@@ -20,3 +20,25 @@ def best(values: Tensor, topk: int) -> Tensor:
 def normalised(chosen: Tensor, scale: float) -> Tensor:
     """Rows over their sum, times scale."""
     return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale
+
+
+def own_pairs(ids: Tensor, weights: Tensor, own: range | None) -> tuple[Tensor, Tensor]:
+    """The pairs of tokens and experts with those of other ranks' experts left out.
+
+    Args:
+        ids: (T, topk) int64, experts of all ranks.
+        weights: (T, topk) float32.
+        own: experts of this rank; None: all.
+
+    Returns:
+        Ids within this rank's stacks, -1 for an expert of another rank, and weights, 0 for those.
+        But the first token has an expert in each place, one that it has here anyway if there is
+        any: so that a rank is never without a pair.
+    """
+    if own is None:
+        return ids, weights
+    local = ids - own.start
+    is_own = (local >= 0) & (local < len(own))
+    absent = torch.full_like(ids, -1)
+    absent[:1] = local[:1].where(is_own[:1], 0).amax(dim=1, keepdim=True)
+    return local.where(is_own, absent), weights.where(is_own, 0.0)

@@ -70,7 +70,7 @@ def moe_tiles_kernel(
                  mask=place < num_tiles * ROWS)  # fmt: skip
         tl.store(experts_ptr + place, tl.full((PAIRS,), -1, tl.int64), mask=place < num_tiles)
     tl.debug_barrier()
-    is_pair = pair < num_pairs
+    is_pair = (pair < num_pairs) & (own >= 0)  # -1: another rank's
     tile = tl.load(first_ptr + own, mask=is_pair, other=0) + rank // ROWS
     tl.store(pairs_ptr + tile * ROWS + rank % ROWS, pair.to(tl.int64), mask=is_pair)
     tl.store(experts_ptr + tile, own.to(tl.int64), mask=is_pair)

@@ -254,7 +254,7 @@ def launch_moe_experts_gemm(
     Args:
         out: (T, hidden) float, contiguous, written; T > 0.
         x: (T, hidden) bfloat16, contiguous.
-        ids: (T, topk) int64, contiguous.
+        ids: (T, topk) int64, contiguous; -1 for an expert of another rank.
         weights: (T, topk) float32, contiguous.
         stacks: w1, w3 and w2 in layout TILES, the first two alike but for their numbers.
         limit: of the clamped SwiGLU; None for no clamp.
@@ -302,4 +302,5 @@ def launch_moe_experts_gemm(
 
     adder = rtc.load_kernel(sum_source(hidden, topk, out.dtype), device)
     grid_y = math.ceil(hidden / _SUM_COLUMNS)
-    launch(adder, num_tokens, _SUM_THREADS, [rtc.pointer(made.y), rtc.pointer(out)], grid_y=grid_y)
+    arguments = [rtc.pointer(v) for v in (made.y, made.places, out)]
+    launch(adder, num_tokens, _SUM_THREADS, arguments, grid_y=grid_y)

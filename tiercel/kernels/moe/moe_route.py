@@ -41,6 +41,23 @@ def normalised(chosen, scale):
     return chosen / (tl.sum(chosen, axis=0) + 1e-20) * scale
 
 
+@triton.jit
+def store_pairs(
+    ids_ptr, weights_ptr, ids, weights, is_chosen, token,
+    TOPK: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """A token's experts and weights; of one rank's experts alone, as `own_pairs` has them."""
+    if OWN > 0:
+        local = ids - FIRST
+        is_own = is_chosen & (local >= 0) & (local < OWN)
+        here = tl.max(tl.where(is_own, local, 0), axis=0)
+        ids = tl.where(is_own, local, tl.where(token == 0, here, -1))
+        weights = tl.where(is_own, weights, 0.0)
+    place = token * TOPK + tl.arange(0, ids.shape[0])
+    tl.store(ids_ptr + place, ids, mask=is_chosen)
+    tl.store(weights_ptr + place, weights, mask=is_chosen)
+
+
 @triton.jit(do_not_specialize=["scale"])
 def learned_kernel(
     logits_ptr,  # (tokens, EXPERTS)
@@ -54,6 +71,8 @@ def learned_kernel(
     BLOCK: tl.constexpr,  # a power of two >= EXPERTS
     TOPK: tl.constexpr,
     PLACES: tl.constexpr,  # a power of two >= TOPK
+    FIRST: tl.constexpr,  # expert of this rank
+    OWN: tl.constexpr,  # experts of this rank; 0: all are
     IS_DEPENDENT: tl.constexpr,
 ):
     """The experts of one token."""
@@ -79,8 +98,8 @@ def learned_kernel(
     is_chosen = place < TOPK
     z = tl.load(logits + ids * EXPERT_STRIDE, mask=is_chosen, other=0.0).to(tl.float32)
     chosen = tl.where(is_chosen, scores(z), 0.0)
-    tl.store(ids_ptr + token * TOPK + place, ids, mask=is_chosen)
-    tl.store(weights_ptr + token * TOPK + place, normalised(chosen, scale), mask=is_chosen)
+    weights = normalised(chosen, scale)
+    store_pairs(ids_ptr, weights_ptr, ids, weights, is_chosen, token, TOPK, FIRST, OWN)
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -95,6 +114,8 @@ def hash_kernel(
     EXPERT_STRIDE: tl.constexpr,
     TOPK: tl.constexpr,
     PLACES: tl.constexpr,  # a power of two >= TOPK
+    FIRST: tl.constexpr,  # expert of this rank
+    OWN: tl.constexpr,  # experts of this rank; 0: all are
     IS_DEPENDENT: tl.constexpr,
 ):
     """The experts of one token."""
@@ -107,13 +128,16 @@ def hash_kernel(
     logits = logits_ptr + token * TOKEN_STRIDE + ids * EXPERT_STRIDE
     z = tl.load(logits, mask=mask, other=0.0).to(tl.float32)
     chosen = tl.where(mask, scores(z), 0.0)
-    tl.store(ids_ptr + token * TOPK + place, ids, mask=mask)
-    tl.store(weights_ptr + token * TOPK + place, normalised(chosen, scale), mask=mask)
+    weights = normalised(chosen, scale)
+    store_pairs(ids_ptr, weights_ptr, ids, weights, mask, token, TOPK, FIRST, OWN)
 
 
 @functools.cache
-def _launch(strides: tuple[int, int], num_experts: int, topk: int, is_hash: bool) -> TritonLaunch:
+def _launch(
+    strides: tuple[int, int], num_experts: int, topk: int, own: range, is_hash: bool
+) -> TritonLaunch:
     constants = {"TOKEN_STRIDE": strides[0], "EXPERT_STRIDE": strides[1]}
+    constants |= {"FIRST": own.start, "OWN": len(own)}
     places = {"TOPK": topk, "PLACES": max(2, triton.next_power_of_2(topk))}
     if is_hash:
         return TritonLaunch(hash_kernel, 1, constants | places)
@@ -123,13 +147,19 @@ def _launch(strides: tuple[int, int], num_experts: int, topk: int, is_hash: bool
 
 
 def launch_moe_route(
-    logits: torch.Tensor, bias: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, scale: float
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    scale: float,
+    own: range | None = None,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated."""
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return
-    launch = _launch((logits.stride(0), logits.stride(1)), num_experts, ids.shape[1], False)
+    strides = logits.stride(0), logits.stride(1)
+    launch = _launch(strides, num_experts, ids.shape[1], own or range(0), False)
     launch((num_tokens, 1, 1), (logits, bias, ids, weights), (scale,))
 
 
@@ -140,10 +170,12 @@ def launch_moe_route_hash(
     ids: torch.Tensor,
     weights: torch.Tensor,
     scale: float,
+    own: range | None = None,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated."""
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return
-    launch = _launch((logits.stride(0), logits.stride(1)), num_experts, ids.shape[1], True)
+    strides = logits.stride(0), logits.stride(1)
+    launch = _launch(strides, num_experts, ids.shape[1], own or range(0), True)
     launch((num_tokens, 1, 1), (logits, table, token_ids, ids, weights), (scale,))

@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(IMAGE_THREADS) moe_experts_gemm_ima
 #pragma unroll
   for (int k = 0; k < TOPK; ++k) {
     const uint2 place = places[k];
+    if (place.y == 0) continue;  // another rank's expert
     u8* tile = image + (i64)place.x * (UNITS * 512);
     for (int i = tid; i < UNITS * 32; i += IMAGE_THREADS)
       *(uint4*)(tile + chunk_of_image(i >> 5, i & 31, place.y & 0xffff, place.y >> 16)) =

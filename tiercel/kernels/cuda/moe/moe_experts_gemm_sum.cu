@@ -5,8 +5,9 @@
 #define SUM_THREADS 256
 
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) moe_experts_gemm_sum(
-    const float* y,  // (num_tokens, TOPK, COLS)
-    u8* out) {       // (num_tokens, COLS)
+    const float* y,       // (num_tokens, TOPK, COLS)
+    const uint2* places,  // of moe_experts_gemm_table
+    u8* out) {            // (num_tokens, COLS)
   wait_for_inputs();
   launch_next();
   const int column = 4 * (blockIdx.y * SUM_THREADS + threadIdx.x);
@@ -14,7 +15,10 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS) moe_experts_gemm_sum(
   const float* from = y + (i64)blockIdx.x * TOPK * COLS + column;
   float4 v[TOPK];
 #pragma unroll
-  for (int k = 0; k < TOPK; ++k) v[k] = __ldcg((const float4*)(from + (i64)k * COLS));
+  for (int k = 0; k < TOPK; ++k) {
+    v[k] = make_float4(0, 0, 0, 0);  // of another rank's expert
+    if (places[(i64)blockIdx.x * TOPK + k].y) v[k] = __ldcg((const float4*)(from + (i64)k * COLS));
+  }
   float4 sum = v[0];
 #pragma unroll
   for (int k = 1; k < TOPK; ++k)

@@ -1,6 +1,7 @@
 // moe_experts_gemm_table: pairs (token, slot) into tiles of one expert each, by one CTA. The pairs
 // of an expert fill as few tiles as hold them, of about equal size, a multiple of TOKEN_STEP. Which
-// place of a tile a pair gets differs from launch to launch; its result does not.
+// place of a tile a pair gets differs from launch to launch; its result does not. A pair of expert
+// -1, which another rank has, gets none.
 // Macros: EXPERTS, TOKENS (of a tile at most).
 #include "moe/moe_experts_ptx.cuh"
 
@@ -16,10 +17,10 @@ struct Share {  // of an expert
 };
 
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) moe_experts_gemm_table(
-    const i64* ids,  // (num_pairs,)
+    const i64* ids,  // (num_pairs,), -1 for another rank's
     uint4* tiles,    // (num_tiles + 1,): expert, first row of the images, pairs, rows; their number
     u32* pairs,      // (rows of the images,)
-    uint2* places,   // (num_pairs,): first row of the tile, place in it | rows of it << 16
+    uint2* places,   // (num_pairs,): first row of the tile, place in it | rows of it << 16, or 0
     int num_pairs, int num_tiles) {
   __shared__ u32 counts[EXPERTS], rows[EXPERTS], sizes[EXPERTS], used;
   const int tid = threadIdx.x;
@@ -27,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) moe_experts_gemm_tab
   launch_next();
   for (int e = tid; e < EXPERTS; e += TABLE_THREADS) counts[e] = 0;
   __syncthreads();
-  for (int i = tid; i < num_pairs; i += TABLE_THREADS) atomicAdd(counts + ids[i], 1u);
+  for (int i = tid; i < num_pairs; i += TABLE_THREADS)
+    if (ids[i] >= 0) atomicAdd(counts + ids[i], 1u);
   __syncthreads();
   if (tid < 32) {
     constexpr int EACH = (EXPERTS + 31) / 32;
@@ -58,6 +60,10 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) moe_experts_gemm_tab
   __syncthreads();
   if (tid == 0) tiles[num_tiles] = make_uint4(used, 0, 0, 0);
   for (int i = tid; i < num_pairs; i += TABLE_THREADS) {
+    if (ids[i] < 0) {
+      places[i] = make_uint2(0, 0);
+      continue;
+    }
     const u32 e = (u32)ids[i], rank = atomicAdd(counts + e, 1u), size = sizes[e];
     const u32 tokens = (size + TOKEN_STEP - 1) / TOKEN_STEP * TOKEN_STEP;
     const u32 first = rows[e] + rank / size * tokens, n = rank % size;

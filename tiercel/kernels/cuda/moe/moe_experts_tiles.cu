@@ -121,7 +121,7 @@ struct Chunks {
     __syncthreads();
     if (tid < 32) {
       for (int i = lane; i - lane < num_pairs; i += 32) {
-        const bool is_pair = i < num_pairs;
+        const bool is_pair = i < num_pairs && (int)ranks[i] >= 0;  // -1: another rank's
         const u32 e = is_pair ? ranks[i] : EXPERTS + lane;
         const u32 same = __match_any_sync(~0u, e), before = __popc(same & ((1u << lane) - 1));
         const u32 count = is_pair ? counts[e] : 0;
@@ -154,7 +154,7 @@ struct Chunks {
     }
     __syncthreads();
     for (int i = tid; i < num_pairs; i += THREADS_OF_CTA)
-      order[counts[ranks[i] & 0xffff] + (ranks[i] >> 16)] = i;
+      if ((int)ranks[i] >= 0) order[counts[ranks[i] & 0xffff] + (ranks[i] >> 16)] = i;
 #else
     if (tid == 0) flags[0] = 0;
     __syncthreads();
