@@ -1,5 +1,6 @@
 """What does not fit is refused with figures, and what device and dtype mean on this machine."""
 
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil, floor
 
@@ -163,6 +164,42 @@ def test_a_gpu_is_refused_with_its_own_figures(monkeypatch):
         "cuda:1 has 3.0 GiB to use."
     )
     assert caught.value.hint.startswith("It takes 4.0 GiB (--dtype float16); or use")
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "fitting", "expected"),
+    [
+        (0, [8, 4], "It takes 5.0 GiB, or share it: 4 such GPUs fit it (--tensor-parallel-size); "),
+        (0, [], "It takes 5.0 GiB; or use"),
+        (2**22, [4], "It takes 8.9 GiB, or share it: 4 such GPUs fit it (--tensor-parallel-size);"),
+    ],
+)
+def test_more_gpus_are_named_where_they_fit(monkeypatch, token_bytes, fitting, expected):
+    of_bytes(monkeypatch, 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    asked = []
+
+    def fit(available):
+        asked.append(available)
+        return fitting
+
+    needed = replace(demand(5, token_bytes=token_bytes), num_gpus=2)
+    with pytest.raises(OutOfMemoryError, match=r" on each of 2 GPUs, but cuda:1 has 3.0") as caught:
+        MemoryBudget(CUDA, 0.9).check(needed, [], fit)
+    assert asked == [3 * GIB]
+    assert caught.value.hint.startswith(expected)
+    assert "\n" not in f"{caught.value} {caught.value.hint}"
+
+
+def test_a_shorter_context_or_more_gpus(monkeypatch):
+    of_bytes(monkeypatch, 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    with pytest.raises(OutOfMemoryError) as caught:
+        MemoryBudget(CUDA, 0.9).check(demand(2, token_bytes=2**21), [], lambda _: [2])
+    assert caught.value.hint == (
+        "Lower max_model_len: 512 tokens would fit without any other memory, or share it: 2 such "
+        "GPUs fit it (--tensor-parallel-size)."
+    )
 
 
 def test_weights_that_fit_without_room_for_a_sequence_are_refused():

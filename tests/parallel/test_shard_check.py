@@ -94,8 +94,8 @@ def test_experts_are_cut_between_blocks_alone(tmp_path):
         ("qwen3-4b", [1, 2, 4, 8, 16]),  # 9728 = 38 * 256 inner columns: not equal parts
         ("qwen3-8b", [1, 2, 4, 8, 16]),
         ("qwen3-14b", [1, 2, 4]),  # 5 of 40 heads have 640 columns of o, no blocks of 256
-        ("qwen3-32b", [1, 2, 4, 8, 16]),
-        ("llama3-70b", [1, 2, 4, 8, 16]),
+        ("qwen3-32b", [1, 2, 4, 8, 16, 32]),
+        ("llama3-70b", [1, 2, 4, 8, 16, 32]),
     ],
 )
 def test_true_shapes(tmp_path, name, sizes):

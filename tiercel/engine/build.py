@@ -20,7 +20,7 @@ from tiercel.engine.peers import ALONE, Peers
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import OutOfMemoryError
 from tiercel.models.config import ModelConfig
-from tiercel.models.footprint import cache_bytes, weight_footprint
+from tiercel.models.footprint import cache_bytes, gpus_that_fit, weight_footprint
 from tiercel.models.model import Model, model_class
 from tiercel.models.sharding import Sharding
 from tiercel.models.source import ModelSource
@@ -136,13 +136,29 @@ def _has_room_for_copies(
             measure(dtype=name),
             config.max_model_len,
             partial(_sequence_bytes, source.config, config, name, peers.rank),
+            config.tensor_parallel_size,
         )
         for name in dtypes_from(config.dtype, device)
     )
-    budget.check(needed, others)
+    budget.check(needed, others, partial(_sizes_that_fit, source, config))
     with_copies = measure(dtype=dtype_name(config.dtype), dense_copies=True)
     left = peers.least("memory for weights", budget.left())
     return with_copies.nbytes <= COPIES_SHARE * left
+
+
+def _sizes_that_fit(source: ModelSource, config: EngineConfig, available: int) -> list[int]:
+    """Numbers of GPUs that could share a model, each with so many bytes; none on a CPU."""
+    if config.device.type == "cpu":
+        return []
+    return gpus_that_fit(
+        source,
+        dtype_name(config.dtype),
+        config.max_model_len,
+        available,
+        expert_parallel=config.expert_parallel,
+        kv_dtype=config.model_options.kv_dtype,
+        has_draft_head=config.spec.has_head,
+    )
 
 
 def _sequence_bytes(

@@ -30,11 +30,13 @@ class Demand:
         weights: in one dtype.
         num_tokens: of the longest sequence.
         sequence_bytes: bytes of a sequence by its tokens, which more tokens never lower.
+        num_gpus: that share the model; the bytes are those of one.
     """
 
     weights: Footprint
     num_tokens: int
     sequence_bytes: Callable[[int], int]
+    num_gpus: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -89,12 +91,18 @@ class MemoryBudget:
             return min(int(self._utilization * total) - taken, free) - self._reserved
         return int(self._main().available * CPU_SHARE) - self._reserved
 
-    def check(self, needed: Demand, others: Sequence[Demand]) -> None:
+    def check(
+        self,
+        needed: Demand,
+        others: Sequence[Demand],
+        fitting: Callable[[int], Sequence[int]] = lambda _: (),
+    ) -> None:
         """Refuse a model that does not fit, before its weights are read.
 
         Args:
             needed: with the weights in the dtype that was chosen.
             others: in the other dtypes of the device.
+            fitting: numbers of GPUs that could share the model, each with so many bytes.
 
         Raises:
             OutOfMemoryError: with all figures, and what would fit.
@@ -105,9 +113,9 @@ class MemoryBudget:
         sequence = needed.sequence_bytes(needed.num_tokens)
         raise OutOfMemoryError(
             f"the weights need about {_gib(needed.weights.nbytes)} in {needed.weights.dtype} and "
-            f"one sequence of {needed.num_tokens} tokens {_gib(sequence)}, but {self._device} "
-            f"has {_gib(left)} to use{self._origin()}.",
-            hint=self._remedy(needed, others, left),
+            f"one sequence of {needed.num_tokens} tokens {_gib(sequence)}{_on_each(needed)}, but "
+            f"{self._device} has {_gib(left)} to use{self._origin()}.",
+            hint=self._remedy(needed, others, left, fitting(left)),
         )
 
     def _main(self) -> Memory:
@@ -124,19 +132,30 @@ class MemoryBudget:
         limit = "" if memory.limit is None else f" within a limit of {_gib(memory.limit)}"
         return f" ({CPU_SHARE:.0%} of the {_gib(memory.available)} available{limit})"
 
-    def _remedy(self, needed: Demand, others: Sequence[Demand], left: int) -> str:
+    def _remedy(
+        self, needed: Demand, others: Sequence[Demand], left: int, fitting: Sequence[int]
+    ) -> str:
         smallest = min((needed, *others), key=lambda demand: demand.nbytes)
         dtype = smallest.weights.dtype
         if smallest.nbytes <= left:
             return f"Use --dtype {dtype}: it needs {_gib(smallest.nbytes)}."
+        shared = ""
+        if fitting:
+            shared = f", or share it: {min(fitting)} such GPUs fit it (--tensor-parallel-size)"
         if longest := needed.longest(left):
-            return f"Lower max_model_len: {longest} tokens would fit without any other memory."
+            return (
+                f"Lower max_model_len: {longest} tokens would fit without any other memory{shared}."
+            )
         least = "" if smallest is needed else f" (--dtype {dtype})"
         if self._device.type == "cpu":
             needs = f"It takes {_gib(smallest.nbytes / CPU_SHARE)} of free memory{least}"
         else:
             needs = f"It takes {_gib(smallest.nbytes)}{least}"
-        return f"{needs}; or use a smaller model or a smaller quantisation."
+        return f"{needs}{shared}; or use a smaller model or a smaller quantisation."
+
+
+def _on_each(needed: Demand) -> str:
+    return f" on each of {needed.num_gpus} GPUs" if needed.num_gpus > 1 else ""
 
 
 def _gib(num_bytes: float) -> str:

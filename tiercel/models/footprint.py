@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -251,6 +251,7 @@ def gpus_that_fit(
     *,
     expert_parallel: bool = False,
     kv_dtype: str = "auto",
+    has_draft_head: bool = False,
 ) -> list[int]:
     """Numbers of GPUs on which a model and the cache of one sequence fit, of those that can be.
 
@@ -261,12 +262,16 @@ def gpus_that_fit(
         available: bytes of one GPU.
         expert_parallel: whether each GPU has whole experts.
         kv_dtype: the option of that name.
+        has_draft_head: whether layers that only draft are loaded too.
     """
+    config = source.config if has_draft_head else replace(source.config, num_mtp_layers=0)
     fitting = []
     for size in possible_sizes(source, expert_parallel=expert_parallel):
         rank = Sharding(0, size, expert_parallel=expert_parallel)
-        needed = weight_footprint(source, dtype, "cuda", sharding=rank).nbytes
-        needed += cache_bytes(source.config, num_tokens, dtype, "cuda", kv_dtype, rank)
+        needed = weight_footprint(
+            source, dtype, "cuda", has_draft_head=has_draft_head, sharding=rank
+        ).nbytes
+        needed += cache_bytes(config, num_tokens, dtype, "cuda", kv_dtype, rank)
         if needed <= available:
             fitting.append(size)
     return fitting

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from tiercel.config import MAX_RANKS
 from tiercel.errors import ArgumentError
 from tiercel.models.registry import shard_rules
 from tiercel.models.sharding import Sharding
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tiercel.models.source import ModelSource
     from tiercel.quant_types import QuantType
 
-SIZES: Final = (1, 2, 4, 8, 16)  # GPUs of one host
+SIZES: Final = tuple(1 << power for power in range(MAX_RANKS.bit_length()))
 
 
 def check_sharding(source: ModelSource, size: int, *, expert_parallel: bool = False) -> None:

@@ -298,10 +298,11 @@ def test_sigkill_leaves_nothing_behind(tiny, log_path, tmp_path):
             process.wait(5)
 
 
-def test_a_taken_port_fails_at_once():
+@pytest.mark.parametrize("arguments", [(), ("-tp", 2)], ids=["one rank", "two ranks"])
+def test_a_taken_port_fails_at_once(arguments):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = error_line(tiercel("serve", "missing.gguf", "--port", port))
+        line = error_line(tiercel("serve", "missing.gguf", *arguments, "--port", port))
     assert f"127.0.0.1:{port}: Address already in use. Choose another with --port" in line
 
 
