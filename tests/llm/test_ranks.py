@@ -4,8 +4,10 @@ import contextlib
 import gc
 import os
 import signal
+import threading
 import time
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from tests.engine_process import is_alive
 from tests.gguf_files import tiny_model
 from tests.patience import wait_for
 from tests.tiny_llm import PROMPTS, greedy, ids_of, open_tiny
-from tiercel.errors import EngineDeadError, RankLostError
+from tiercel.engine import load
+from tiercel.errors import ArgumentError, EngineDeadError, RankLostError
 from tiercel.ipc import lockstep, ranks
 from tiercel.params import SamplingParams, StructuredOutputs
 
@@ -109,6 +112,49 @@ def test_a_rank_that_is_killed_ends_the_call_under_way(model):
     with pytest.raises(EngineDeadError, match="rank 1 was ended by signal SIGKILL"):
         deque(stream, maxlen=0)
     assert_over(llm, pids, "rank 1 was ended by signal SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("__version__", "0.0"), ("describe_library", lambda threads: "another one")],
+    ids=["version", "library"],
+)
+def test_a_rank_that_differs_is_named_before_it_loads(model, monkeypatch, name, changed):
+    monkeypatch.setattr(load, name, changed)
+    known = set(children())
+    facts = {"__version__": "Tiercel: .*, not 0.0", "describe_library": "native library: "}
+    with pytest.raises(
+        ArgumentError, match=f"rank 1 differs from rank 0 in {facts[name]}"
+    ) as caught:
+        open_ranks(model)
+    assert caught.value.hint.startswith("All ranks must run the same code")
+    assert "\n" not in str(caught.value)
+    wait_for(lambda: set(children()) <= known)
+
+
+def children():
+    """Processes that this one has started and not reaped."""
+    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return [pid for path in found for pid in path.read_text().split()]
+
+
+def test_a_rank_that_is_killed_while_it_loads_ends_the_start(model):
+    known = set(children())
+
+    def kill():
+        wait_for(lambda: set(children()) - known)
+        (pid,) = set(children()) - known
+        process = Path(f"/proc/{pid}")
+        wait_for(lambda: b"tiercel.ipc" in (process / "cmdline").read_bytes())
+        wait_for(lambda: "libtorch" in (process / "maps").read_text())  # it is about to load
+        os.kill(int(pid), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(EngineDeadError, match="rank 1 was ended by signal SIGKILL"):
+        open_ranks(model)
+    killer.join()
+    wait_for(lambda: set(children()) <= known)
 
 
 def test_a_rank_that_hangs_ends_all(model, monkeypatch):
