@@ -98,7 +98,8 @@ class Group:
         """
         if self.size == 1:
             return x
-        return torch.cat(self._gather(x.contiguous(), "parts of").unbind(), dim=dim)
+        parts = self._gather(x.contiguous(), "parts of")
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim=dim)
 
     def merge_top(self, values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The largest values of all ranks' largest ones; of equal values the lowest id first.

@@ -48,8 +48,13 @@ class Head:
         """
         if self._group.size == 1:
             return self._own(x, out)
-        logits = self._group.all_gather(self._padded(x))[:, : self._vocab_size]
-        return logits.contiguous() if out is None else out.copy_(logits)
+        parts = self._group.all_gather(self._padded(x).unsqueeze(0), dim=0)
+        if out is None:
+            out = torch.empty((x.shape[0], self._vocab_size), device=x.device)
+        if len(parts) * self._share == self._vocab_size:  # one copy
+            out.view(len(x), len(parts), self._share).copy_(parts.transpose(0, 1))
+            return out
+        return out.copy_(torch.cat(parts.unbind(), dim=1)[:, : self._vocab_size])
 
     def token_logits(self, x: Tensor, token_ids: Tensor) -> Tensor | None:
         """Logits of some token ids; None where their rows cannot be read alone.
