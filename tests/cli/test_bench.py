@@ -395,6 +395,24 @@ def test_what_single_steps_cannot_measure(command, options, message, model, caps
     assert message in capsys.readouterr().err
 
 
+def test_speed_of_several_ranks(tmp_path, monkeypatch):
+    """The floor is that of all GPUs together."""
+    monkeypatch.setenv("TIERCEL_CPU_RANKS", "1")
+    model = tmp_path / "tiny.gguf"
+    tiny_model(model, head_dim=32)
+    options = ["--prompt", "0", "--generate", "2", "--repetitions", "1", "--device", "cpu"]
+    floors = []
+    for size in ("1", "2"):
+        path = tmp_path / f"{size}.json"
+        command = ["bench", "speed", "-m", str(model), *options, "--json", str(path), "-tp", size]
+        assert run(command) == 0
+        report = json.loads(path.read_text())
+        (result,) = report["results"]
+        assert result["rates"][0] > 0
+        floors.append(result["floor"] / report["read_gbps"])
+    assert floors[1] > 1.5 * floors[0]
+
+
 def test_speed_is_drawn(tmp_path):
     model, plot = tmp_path / "tiny.gguf", tmp_path / "s.svg"
     tiny_model(model)

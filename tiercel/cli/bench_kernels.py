@@ -47,6 +47,11 @@ def bench_kernels(
         raise UsageError("there is nothing to measure.", hint="Give --tokens or --decode.")
     if not 1e-3 <= seconds <= 1e3:
         raise UsageError(f"--seconds {seconds} is out of range.", hint="Use 0.001 to 1000.")
+    if engine.tensor_parallel_size > 1:
+        raise UsageError(
+            f"--tensor-parallel-size {engine.tensor_parallel_size}: this measures one GPU.",
+            hint="Use bench speed, bench throughput or bench serve.",
+        )
     check_output(json, plot)
     contexts = [context for _, context in shapes] + prompts
     done: list[KernelRow] = []

@@ -41,8 +41,8 @@ def load_for_bench(
         seed: seed of the engine.
 
     Raises:
-        UsageError: drafts, several GPUs, or more context than the model has, were requested.
-        TiercelError: see `load_model`.
+        UsageError: drafts, or more context than the model has, were requested.
+        TiercelError: see `load_ranks`.
     """
     from tiercel import env
     from tiercel.loader.hub import resolve
@@ -51,11 +51,6 @@ def load_for_bench(
     if engine.spec != "off":
         raise UsageError(
             f"--spec {engine.spec}: single steps are measured without draft tokens.",
-            hint="Use bench throughput or bench serve.",
-        )
-    if engine.tensor_parallel_size > 1:
-        raise UsageError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size}: this measures one GPU.",
             hint="Use bench throughput or bench serve.",
         )
     source = open_source(resolve(model, offline=engine.offline, report=report))
@@ -69,7 +64,7 @@ def load_for_bench(
     report("Loading PyTorch")
     env.shorten_openmp_spins()
     from tiercel.config import LoadOptions
-    from tiercel.engine.load import load_model
+    from tiercel.ipc.load import load_ranks
 
     options = LoadOptions(
         device=engine.device,
@@ -82,8 +77,10 @@ def load_for_bench(
         threads=engine.threads,
         seed=seed,
         offline=engine.offline,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        expert_parallel=engine.expert_parallel,
     )
-    return load_model(source, options, report)
+    return load_ranks(source, options, report)
 
 
 def facts(loaded: LoadedModel, label: str | None) -> dict[str, Any]:

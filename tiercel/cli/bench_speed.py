@@ -64,20 +64,24 @@ def bench_speed(
             max_num_seqs=max(trial.batch for trial in trials),
             seed=seed,
         )
-        from tiercel.profiling.device_timing import measure_ceilings
+        from tiercel.profiling.device_timing import Ceilings, measure_ceilings
 
         report("Measuring the device")
         cost = model_cost(loaded.source, loaded.config.dtype.itemsize)
         ceilings = measure_ceilings(loaded.config.device, loaded.config.dtype, cost.weight_bytes)
+        count = engine.tensor_parallel_size  # together GPUs read and multiply so much faster
+        together = Ceilings(count * ceilings.read_gbps, count * ceilings.tflops)
         try:
             done.extend(
-                compare_to_floor(trial, rates, cost, ceilings)
+                compare_to_floor(trial, rates, cost, together)
                 for trial, rates in measure_speed(loaded, trials, repetitions, seed, report)
             )
         except KeyboardInterrupt:
             if not done:
                 raise
             is_partial = True
+        finally:
+            loaded.peers.close()
     from tiercel.bench.speed import speed_table
 
     told = facts(loaded, label)

@@ -76,5 +76,5 @@ def test_a_wrong_number_is_one_line(arguments, words):
 def test_gpus_that_are_not_there_are_one_line(tiny):
     line = error_line(tiercel("generate", "a", "-m", tiny, "--device", "cpu", "-tp", "2"))
     assert "tensor_parallel_size=2 needs 2 GPUs, but the device is the CPU" in line
-    line = error_line(tiercel("bench", "speed", "-m", tiny, "-tp", "2"), status=2)
+    line = error_line(tiercel("bench", "kernels", "-m", tiny, "-tp", "2"), status=2)
     assert "--tensor-parallel-size 2: this measures one GPU" in line
