@@ -11,6 +11,9 @@ its head and its greedy tokens are one CUDA graph, replayed by all ranks togethe
 rank counts. Ranks must have equal bits, or nothing is timed. `--layers` is for GPUs that do not
 hold all 43.
 
+Beside it the head alone: greedy tokens by the best of each rank, and the logits of all ids, which
+an engine samples from.
+
 `--kernels` adds what rank 0 runs in a step: each kernel's calls and time, from a trace.
 
 `--alone` runs rank 0 by itself on one GPU, with its own parts as the sums: what a rank computes and
@@ -286,6 +289,12 @@ def measure_step(
     is_v4 = isinstance(model, DeepseekV4)
     dtypes = (model.dtype, torch.float32 if is_v4 else model.dtype)
     sums = [sum_us(group, shape, dtype, device) for dtype in dtypes]
+    last = found["hidden"][batch.logits_rows.long()].clone()
+    heads = {"best": lambda: model.best_tokens(last, 1)[1], "logits": lambda: model.logits(last)}
+    head_us = {
+        f"head_{name}_us": round(1e3 * time_ms(repeatable(run_head, device), group, device), 2)
+        for name, run_head in heads.items()
+    }
     num_bytes = step_bytes(model, weights, step)
     floor_ms = num_bytes / gbps / 1e6 + job.num_layers * sum(sums) / 1e3
     name = f"{job.model}, {job.num_layers} layers, {step.num_reqs} requests, "
@@ -301,6 +310,7 @@ def measure_step(
         "layer_us": round(1e3 * ms / job.num_layers, 2),
         "attention_sum_us": round(sums[0], 2),
         "mlp_sum_us": round(sums[1], 2),
+        **head_us,
         "bytes_per_rank": num_bytes,
         "weight_bytes_per_rank": sum(weights.num_bytes.values()),
         "floor_ms": round(floor_ms, 4),
