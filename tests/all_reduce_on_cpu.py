@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,9 +17,20 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 GUARD = 16  # elements beside a result
 
 
-def build(ranks: int, dtype: torch.dtype, warps: int, folder: Path) -> ctypes.CDLL:
+@dataclass(frozen=True)
+class Norm:
+    """What follows a sum: the residual of each rank, mutated, the norm's weight, and its eps."""
+
+    residuals: Sequence[Tensor]
+    weight: Tensor
+    eps: float
+
+
+def build(
+    ranks: int, dtype: torch.dtype, warps: int, folder: Path, *, has_norm: bool = False
+) -> ctypes.CDLL:
     """Compile the source with the headers that replace GPUs; skip where that is impossible."""
-    source = kernel.all_reduce_source(ranks, dtype, warps)
+    source = kernel.all_reduce_source(ranks, dtype, warps, has_norm=has_norm)
     device = [
         HERE / f"{name}.hpp" for name in ("device", "q4k_device", "peers_device", "ranks_device")
     ]
@@ -28,9 +40,9 @@ def build(ranks: int, dtype: torch.dtype, warps: int, folder: Path) -> ctypes.CD
     return compile_library(text + (HERE / "run_ranks.cpp").read_text(), folder, "ranks", "-O2")
 
 
-def launch_type(ranks: int) -> type[ctypes.Structure]:
+def launch_type(ranks: int, *, has_norm: bool) -> type[ctypes.Structure]:
     """Launch of cuda_on_cpu/run_ranks.cpp."""
-    arguments = kernel.arguments_type(ranks)
+    arguments = kernel.arguments_type(ranks, has_norm=has_norm)
     fields = (("args", arguments), ("x", ctypes.c_void_p), ("ctas", ctypes.c_int))
     return type("Launch", (ctypes.Structure,), {"_fields_": fields})
 
@@ -47,14 +59,17 @@ class Ranks:
         self.epochs = torch.zeros(ranks, kernel.CHANNELS, dtype=torch.int32)
         self.addresses = [[memory.data_ptr() for memory in self.memory] for _ in range(ranks)]
 
-    def run(self, calls: Sequence[Sequence[Tensor]], seed: int) -> list[list[Tensor]]:
+    def run(
+        self, calls: Sequence[Sequence[Tensor]], seed: int, norm: Norm | None = None
+    ) -> list[list[Tensor]]:
         """Reduce or gather the parts of each call; results of each call and rank.
 
         Args:
             calls: of each call the parts of all ranks, of one size and dtype.
             seed: seed of the order in which ranks and warps run and stores arrive.
+            norm: what follows each sum, of a library that has it.
         """
-        launch = launch_type(self.ranks)
+        launch = launch_type(self.ranks, has_norm=norm is not None)
         assert ctypes.sizeof(launch) == self.library.launch_bytes()
         launches = (launch * (self.ranks * len(calls)))()
         inputs = [[torch.full_like(part, float("nan")) for part in parts] for parts in calls]
@@ -75,6 +90,9 @@ class Ranks:
                 one.args.epochs = self.epochs[rank].data_ptr()
                 one.args.memory[:] = self.addresses[rank]
                 one.args.num_bytes, one.args.rank = num_bytes, rank
+                if norm is not None:
+                    one.args.residual = norm.residuals[rank].data_ptr()
+                    one.args.weight, one.args.eps = norm.weight.data_ptr(), norm.eps
                 one.x, one.ctas = parts[rank].data_ptr(), kernel.num_ctas(num_bytes, self.warps)
         failure = self.library.run(launches, self.ranks, len(calls), seed)
         assert failure == 0, describe_failure(self.library, failure)

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.all_reduce import join_ranks
-from tiercel.kernels.collectives.all_reduce import DTYPES, MAX_BYTES
+from tiercel.kernels.collectives.all_reduce import DTYPES, MAX_BYTES, NORM_DTYPES
 from tiercel.ops.all_reduce import SmallAllReduce, make_small_all_reduce
 from tiercel.reference import all_reduce as oracle
+from tiercel.reference import rms_norm as norm_oracle
 
 SIZES = (1, 3, 8, 100, 257, 1024, 4096, 8192, 8193, 20_000, 40_001, 65_536)  # elements
 GRAPH_CALLS = 12
@@ -55,6 +56,28 @@ def check_eagerly(reducer: SmallAllReduce, parts: Parts, rounds: int) -> Tensor:
     return wrong
 
 
+def check_norms(reducer: SmallAllReduce, parts: Parts, rounds: int) -> Tensor:
+    """The number of rounds whose residual or norm is far from the oracle, or not that of rank 0."""
+    device, wrong = parts.device, torch.zeros((), dtype=torch.int64, device=parts.device)
+    for number in range(rounds):
+        rows, hidden = 1 + number % 40, (4096, 2560, 8192)[number % 3]
+        dtype = NORM_DTYPES[number % 2]
+        each = parts.make(rows * hidden, dtype).view(parts.ranks, rows, hidden)
+        start = parts.make(rows * hidden, torch.float32)[0].view(rows, hidden)
+        weight = parts.make(hidden, torch.float32)[0]
+        residual = start.clone()
+        out = reducer.add_norm(each[parts.rank], residual, weight, 1e-6)
+        expected = start.double() + each.double().sum(0)
+        normed = norm_oracle.rms_norm(expected, weight, 1e-6)
+        wrong += (residual - expected).norm() > 1e-5 * expected.norm()
+        wrong += (out - normed).norm() > 1e-2 * normed.norm()
+        for mine in (residual, out):
+            zero = mine.clone()
+            dist.broadcast(zero, 0)
+            wrong += (zero != mine).any()
+    return wrong.to(device)
+
+
 def check_replays(reducer: SmallAllReduce, parts: Parts, replays: int) -> Tensor:
     """The number of wrong results of graphs; every tenth replay is followed by an eager call."""
     device, rank = parts.device, parts.rank
@@ -85,6 +108,7 @@ def run_rank(rank: int, ranks: int, place: str, rounds: int, replays: int) -> No
     assert not isinstance(reducer, str), reducer
     parts = Parts(rank, ranks, device)
     assert check_eagerly(reducer, parts, rounds).item() == 0, "eager calls"
+    assert check_norms(reducer, parts, 60).item() == 0, "norms"
     assert check_replays(reducer, parts, replays).item() == 0, "replays of graphs"
     dist.destroy_process_group()
 

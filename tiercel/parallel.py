@@ -41,6 +41,12 @@ class SmallSums(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """(ranks, *shape of x), the parts of all ranks; x has an even number of bytes."""
 
+    def norms(self, x: Tensor) -> bool:
+        """Whether `add_norm` takes a tensor."""
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of `residual`, after the sum over ranks of x is added to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

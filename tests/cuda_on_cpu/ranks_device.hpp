@@ -16,4 +16,6 @@ DEV void wait_for_predecessor() {
 DEV void unpack(u32 both, float& low, float& high) {
   low = of_16((u16)both), high = of_16((u16)(both >> 16));
 }
+static std::vector<float> shared_floats;  // 32 of each CTA
+#define SHARED_FLOATS(name, count) float* name = &shared_floats[32 * current->cta]
 DEV void give_up() { fail("a wait was given up"); }

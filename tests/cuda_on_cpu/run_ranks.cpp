@@ -51,6 +51,8 @@ struct Rank {
 
 static int run_launches(int num_ranks, int most_ctas, std::mt19937& random, u8* stacks) {
   std::vector<Rank> ranks(num_ranks);
+  ctas.assign(2 * num_ranks * most_ctas, Cta());
+  shared_floats.assign(2 * num_ranks * most_ctas * 32, NAN);
   ended.assign(num_ranks, 0), places_of_ctas.assign(2 * num_ranks * most_ctas, PlaceOfCta());
   auto write_input = [&](int rank) {
     if ((int)ended[rank] == num_launches) return;

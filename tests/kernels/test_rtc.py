@@ -27,6 +27,7 @@ from tiercel.kernels.block import linear_group
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail, mhc_mix_step
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
+from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source, norm_warps
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
@@ -326,6 +327,16 @@ def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
     assert len(re.findall(r"ST\S*\.128\.STRONG\.SYS", text)) == 2 * (ranks - 1)
     assert len(re.findall(r"LD\S*\.128\.STRONG\.SYS", text)) == 2 * ranks
     assert ("ACQBULK" in text and "PREEXIT" in text) == (arch != "sm_80" and arch != "sm_89")
+
+
+@pytest.mark.parametrize(("ranks", "hidden"), [(2, 8192), (8, 4096)])
+def test_a_sum_with_a_norm_spills_nothing(ranks, hidden, tmp_path):
+    """A row of 8192 has 1024 threads, whose registers 8 ranks would not leave."""
+    assert norm_warps(8192, torch.bfloat16, 8) == 0
+    warps = norm_warps(hidden, torch.bfloat16, ranks)
+    source = all_reduce_source(ranks, torch.bfloat16, warps, has_norm=True)
+    check_no_spills(source, tmp_path)
+    assert registers_of(compile_here(source, tmp_path), tmp_path) * 32 * warps <= 65536
 
 
 @pytest.mark.parametrize("tiles", [256, 272, 512])

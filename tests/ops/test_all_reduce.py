@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.all_reduce_on_cpu import Ranks, build
+from tests.all_reduce_on_cpu import Norm, Ranks, build
 from tiercel.errors import ArgumentError, InternalError
 from tiercel.kernels.collectives import all_reduce as kernel
 from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
 from tiercel.kernels.runtime import rtc
 from tiercel.ops import all_reduce as op
 from tiercel.reference import all_reduce as oracle
+from tiercel.reference import rms_norm as norm_oracle
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -76,6 +77,37 @@ def test_a_gather_has_the_parts_of_all_ranks(num_ranks, library_of):
     for parts, results in zip(calls, ranks.run(calls, seed=1), strict=True):
         for result in results:
             assert torch.equal(result, torch.cat(parts))
+
+
+NORMS = [(2, torch.bfloat16, 2), (3, torch.float16, 3), (8, torch.bfloat16, 1)]
+
+
+@pytest.mark.parametrize("form", NORMS, ids=str)
+def test_a_sum_is_added_to_the_residual_and_normed(form, tmp_path):
+    """Launch after launch, each adds to what the one before has left; on all ranks alike."""
+    num_ranks, dtype, warps = form
+    hidden, eps = 256 * warps, 0.1
+    ranks = Ranks(num_ranks, build(*form, tmp_path, has_norm=True), warps)
+    generator = torch.Generator().manual_seed(2)
+    calls = [
+        [part.view(3, hidden) for part in make_parts(num_ranks, 3 * hidden, dtype, generator)]
+        for _ in range(6)
+    ]
+    start = 10 * torch.randn(3, hidden, generator=generator)
+    weight = torch.randn(hidden, generator=generator)
+    residuals = [start.clone() for _ in range(num_ranks)]
+    results = ranks.run(calls, 3, Norm(residuals, weight, eps))
+    expected = start.double()
+    for parts, found in zip(calls, results, strict=True):
+        expected = expected + sum(part.double() for part in parts)
+        normed = norm_oracle.rms_norm(expected, weight, eps)
+        for result in found:
+            assert torch.equal(result, found[0])
+            close = {"rtol": 1e-2, "atol": 1e-2}
+            torch.testing.assert_close(result.view(3, hidden).double(), normed.double(), **close)
+    for residual in residuals:
+        assert torch.equal(residual, residuals[0])
+        torch.testing.assert_close(residual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 # Calls of two ranks; more ranks make fewer.
@@ -176,6 +208,22 @@ def test_parts_at_odd_addresses_and_with_strides_are_copied(reducer, launches):
         assert arguments.x % 16 == 0
         assert arguments.num_bytes == x.nbytes
         launches.clear()
+
+
+def test_a_norm_has_a_row_for_each_cta(reducer, launches):
+    x, residual = torch.randn(5, 768).bfloat16(), torch.randn(5, 768)
+    weight = torch.ones(768)
+    assert reducer.norms(x)
+    out = reducer.add_norm(x, residual, weight, 0.5)
+    ((source, ctas, threads, (arguments,)),) = launches
+    assert (ctas, threads, dict(source.macros)["HAS_NORM"]) == (5, 96, 1)
+    assert (arguments.residual, arguments.out) == (residual.data_ptr(), out.data_ptr())
+    assert (arguments.weight, arguments.eps) == (weight.data_ptr(), 0.5)
+    for other in (x.float(), x[:, :700], x[0], x[:0], torch.zeros(1, 16384).half()):
+        assert not reducer.norms(other)
+    for wrong in (residual[:4], residual.half(), residual.T.contiguous().T):
+        with pytest.raises(ArgumentError, match=r"add_norm: x is \(5, 768\)"):
+            reducer.add_norm(x, wrong, weight, 0.5)
 
 
 def test_a_gather_of_any_dtype(reducer, launches):

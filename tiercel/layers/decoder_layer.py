@@ -10,6 +10,7 @@ from tiercel.batch import Batch
 from tiercel.layers.attention import Attention, PromptPlan
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
+from tiercel.parallel import SINGLE, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +18,17 @@ class DecoderLayer:
     """Attention and MLP with their norms.
 
     The update that a part makes to the residual is added by the next norm, in the same pass; with
-    sandwich norms (Gemma) that norm first norms the update.
+    sandwich norms (Gemma) that norm first norms the update. Where several ranks share the layer an
+    update is this rank's part, which the norm adds to the others.
+
+    group: ranks whose updates are parts; a group of one where they are whole.
     """
 
     attn_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
     mlp: GatedMLP
+    group: Group = SINGLE
 
     def __call__(
         self, x: Tensor, update: Tensor | None, batch: Batch, plan: PromptPlan | None
@@ -38,3 +43,7 @@ class DecoderLayer:
         """
         update = self.attention(self.attn_norm(x, update), batch, plan)
         return self.mlp(self.mlp_norm(x, update))
+
+    def whole(self, update: Tensor) -> Tensor:
+        """An update of the layer, for what is no norm that adds it."""
+        return self.group.all_reduce(update)

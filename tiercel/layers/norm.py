@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tiercel.ops.rms_norm import rms_norm
+from tiercel.parallel import SINGLE, Group
 
 
 class RMSNorm:
@@ -17,6 +18,7 @@ class RMSNorm:
         eps: float,
         out_dtype: torch.dtype,
         update_weight: Tensor | None = None,
+        group: Group = SINGLE,
     ) -> None:
         """Take the weights.
 
@@ -25,14 +27,22 @@ class RMSNorm:
             eps: added to the mean square.
             out_dtype: dtype of the result.
             update_weight: of the norm that an update passes before it is added; None for none.
+            group: ranks whose updates are parts, which are added.
         """
         self.weight = weight
         self.eps = eps
         self.out_dtype = out_dtype
         self.update_weight = update_weight
+        self.group = group
 
     def __call__(self, x: Tensor, update: Tensor | None = None) -> Tensor:
         """x: (rows, hidden), update: of the same shape, added to x in place."""
+        if update is not None and self.group.size > 1:
+            small = self.group.small_sums
+            is_plain = self.update_weight is None and self.out_dtype == update.dtype
+            if small is not None and is_plain and update.is_cuda and small.norms(update):
+                return small.add_norm(update, x, self.weight, self.eps)
+            update = self.group.all_reduce(update)
         update_weight = None if update is None else self.update_weight
         return rms_norm(
             x, self.weight, self.eps, self.out_dtype, update=update, update_weight=update_weight

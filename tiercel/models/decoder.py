@@ -200,6 +200,7 @@ class Decoder:
             self.pulse()
         if update is None:
             return x
+        update = layers[-1].whole(update)
         if self.last_update_norm is not None:
             update = self.last_update_norm(update)
         return x.add_(update)

@@ -69,14 +69,27 @@ class DecoderBuilder:
             found.setdefault(kind, index)
         return list(found.values())
 
-    def norm(self, name: str, update_norm: str | None = None) -> RMSNorm:
-        """The norm of a name; `update_norm` names the norm that its update passes first."""
+    def norm(self, name: str, update_norm: str | None = None, group: Group = SINGLE) -> RMSNorm:
+        """The norm of a name.
+
+        Args:
+            name: of the norm.
+            update_norm: name of the norm that its update passes first.
+            group: ranks whose updates are parts.
+        """
         return RMSNorm(
             self.weights.norm_weight(f"{name}.weight"),
             self.config.norm_eps,
             self.dtype,
             self.sandwich_weight(update_norm),
+            group,
         )
+
+    @property
+    def update_group(self) -> Group:
+        """Ranks whose parts of updates are added by norms; products with a bias add them before."""
+        has_bias = any(self.weights.has(f"layers.0.{part}.bias") for part in ("o", "down"))
+        return SINGLE if has_bias else self.group
 
     def sandwich_weight(self, name: str | None) -> Tensor | None:
         """The weight of an output norm, if the model has them."""
@@ -217,22 +230,25 @@ class DecoderBuilder:
             config.attention_scale,
             config.sliding_window if kind == "sliding" else 0,
         )
+        updates = self.update_group
+        products = self.group if updates.size == 1 else SINGLE
         attention = Attention(
             shape,
             self.linear(prefix, "q", "k", "v"),
-            self.linear(prefix, "o", group=self.group),
+            self.linear(prefix, "o", group=products),
             self.rope[kind],
             self.head_norms(prefix),
         )
         mlp = GatedMLP(
             self.linear(prefix, "gate", "up"),
-            self.linear(prefix, "down", group=self.group),
+            self.linear(prefix, "down", group=products),
             config.activation,
         )
         before = f"layers.{index - 1}.post_mlp_norm" if index else None
         return DecoderLayer(
-            self.norm(f"{prefix}.attn_norm", before),
+            self.norm(f"{prefix}.attn_norm", before, updates),
             attention,
-            self.norm(f"{prefix}.mlp_norm", f"{prefix}.post_attn_norm"),
+            self.norm(f"{prefix}.mlp_norm", f"{prefix}.post_attn_norm", updates),
             mlp,
+            updates,
         )

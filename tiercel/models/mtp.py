@@ -64,7 +64,8 @@ class MtpHead:
         x = self._proj(torch.cat((embedded, self._hidden_norm(hidden)), dim=1)).float()
         if self._native_layer is not None:
             return self._native_layer(x, batch, lambda: None)
-        return x.add_(self.layer(x, None, batch, self.layer.attention.plan(batch)))
+        update = self.layer(x, None, batch, self.layer.attention.plan(batch))
+        return x.add_(self.layer.whole(update))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(L, vocab_size) float32 of the tokens at p + 2, from (L, hidden) of `forward`."""

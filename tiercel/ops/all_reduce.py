@@ -17,7 +17,9 @@ from tiercel.kernels.collectives.all_reduce import (
     MOST_RANKS,
     exchange_bytes,
     launch_all_reduce,
+    launch_all_reduce_norm,
     load_all_reduce,
+    norm_warps,
 )
 from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory, make_symmetric_memory
 
@@ -85,6 +87,40 @@ class SmallAllReduce:
         if x.numel():
             parts = _aligned(x).view(-1).view(GATHER), out.view(-1).view(GATHER)
             launch_all_reduce(*parts, self._memory, self._epochs)
+        return out
+
+    def norms(self, x: Tensor) -> bool:
+        """Whether `add_norm` takes a tensor: its size, width and dtype."""
+        has_size = x.dim() == 2 and 0 < x.nbytes <= self.max_bytes
+        return has_size and norm_warps(x.shape[1], x.dtype, len(self._memory.addresses)) > 0
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of a residual to which the sum of x over ranks is added first.
+
+        Args:
+            x: (rows, hidden), which `norms` takes; else as in `all_reduce`.
+            residual: (rows, hidden) float32, contiguous; mutated.
+            weight: (hidden,) float32.
+            eps: added to the mean square, > 0.
+
+        Returns:
+            (rows, hidden) in the dtype of x. Parts are added in float32 in the order of ranks, and
+            nothing is rounded but the result.
+
+        Raises:
+            ArgumentError: the shapes, the residual's dtype or the device are others.
+        """
+        self._check(x)
+        is_right = self.norms(x) and residual.shape == x.shape and weight.shape == x.shape[1:]
+        is_right = is_right and residual.dtype == weight.dtype == torch.float32
+        if not is_right or not residual.is_contiguous():
+            raise ArgumentError(
+                f"add_norm: x is {tuple(x.shape)} {x.dtype}, the residual {tuple(residual.shape)} "
+                f"{residual.dtype}.",
+                hint="Pass 16-bit rows of a multiple of 256 columns, and float32 ones of the same.",
+            )
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        launch_all_reduce_norm(_aligned(x), residual, weight, out, eps, self._memory, self._epochs)
         return out
 
     def _check(self, x: Tensor) -> None:

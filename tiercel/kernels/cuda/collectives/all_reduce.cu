@@ -29,10 +29,11 @@
 // to 100 registers, a fifth of those of an H100, and what else runs beside them must not wait for
 // other ranks.
 //
-// A gather is the same exchange, whose parts are written one after the other.
+// A gather is the same exchange, whose parts are written one after the other. With a norm a CTA has
+// a row of 256 WARPS elements: their sums are added to the residual, which is normed.
 //
 // Macros: RANKS, WARPS (of a CTA), CHANNELS, IS_FLOAT (elements of 4 bytes), IS_BF16 (0: fp16),
-// IS_GATHER (parts are bytes).
+// IS_GATHER (parts are bytes), HAS_NORM.
 #include "include/attention_ptx.cuh"
 #include "include/peer_words.cuh"
 #include "collectives/all_reduce_ptx.cuh"
@@ -46,6 +47,11 @@ struct Args {
   u8* memory[RANKS];  // of each rank, as this one addresses it
   int num_bytes;      // of x, at most 512 CHANNELS
   int rank;
+#if HAS_NORM
+  float* residual;      // (rows, 256 WARPS): the sum is added
+  const float* weight;  // (256 WARPS,)
+  float eps;
+#endif
 };
 
 // 16 bytes from `unit` on; what is past the end is 0.
@@ -87,8 +93,55 @@ DEV u32 add(const u32 (&v)[RANKS]) {
 #endif
 }
 
+#if HAS_NORM
+DEV void load8(float (&v)[8], const float* from) {
+  const float4 a = __ldcg((const float4*)from), b = __ldcg((const float4*)from + 1);
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+// Adds 8 sums of a row to the residual x, and writes what is normed.
+DEV void add_and_norm(const Args& g, float (&x)[8], const Words (&parts)[2][RANKS],
+                      const float (&weight)[8], float* squares_of_warps, int unit) {
+  float sum[8] = {};
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r) {
+    const u32 part[4] = {(u32)parts[0][r].first, (u32)parts[0][r].second,
+                         (u32)parts[1][r].first, (u32)parts[1][r].second};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float low, high;
+      unpack(part[i], low, high);
+      sum[2 * i] += low, sum[2 * i + 1] += high;
+    }
+  }
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] += sum[i], squares += x[i] * x[i];
+  float4* to = (float4*)g.residual + 2 * unit;
+  to[0] = make_float4(x[0], x[1], x[2], x[3]), to[1] = make_float4(x[4], x[5], x[6], x[7]);
+#pragma unroll
+  for (int step = 16; step; step >>= 1) squares += __shfl_xor_sync(~0u, squares, step);
+  if (threadIdx.x % 32 == 0) squares_of_warps[threadIdx.x / 32] = squares;
+  __syncthreads();
+  squares = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; ++i) squares += squares_of_warps[i];
+  const float scale = 1.f / sqrtf(squares * (1.f / (256 * WARPS)) + g.eps);
+  uint4 out;
+  out.x = pack(x[0] * scale * weight[0], x[1] * scale * weight[1]);
+  out.y = pack(x[2] * scale * weight[2], x[3] * scale * weight[3]);
+  out.z = pack(x[4] * scale * weight[4], x[5] * scale * weight[5]);
+  out.w = pack(x[6] * scale * weight[6], x[7] * scale * weight[7]);
+  ((uint4*)g.out)[unit] = out;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS) all_reduce(
     const __grid_constant__ Args g) {
+#if HAS_NORM
+  SHARED_FLOATS(squares, WARPS);
+  float weight[8], residual[8];
+  load8(weight, g.weight + 8 * threadIdx.x);  // from cold memory, so before the wait
+#endif
   let_dependents_start();
   const int lane = threadIdx.x % 32, channel = blockIdx.x * WARPS + threadIdx.x / 32;
   const int unit = 32 * channel + lane;
@@ -109,6 +162,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) all_reduce(
     store_words(to + slot_of(g.rank, 0), halves[0]);
     store_words(to + slot_of(g.rank, 1), halves[1]);
   }
+#if HAS_NORM
+  load8(residual, g.residual + 8 * unit);
+#endif
   Words parts[2][RANKS];
   const u8* mine = g.memory[g.rank];
   const u32 begin = clock_high();
@@ -125,7 +181,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) all_reduce(
       is_there &= has_epoch(parts[0][r], epoch) && has_epoch(parts[1][r], epoch);
     if (!is_there && clock_high() - begin > MOST_TICKS) give_up();
   } while (!is_there);
-#if IS_GATHER
+#if HAS_NORM
+  add_and_norm(g, residual, parts, weight, squares, unit);
+#elif IS_GATHER
 #pragma unroll
   for (int r = 0; r < RANKS; ++r) {
     const Words &a = parts[0][r], &b = parts[1][r];

@@ -111,6 +111,7 @@
 // ---- collectives: all_reduce.py
 #define CHANNELS 512
 #define IS_FLOAT 0
+#define HAS_NORM 0
 #define IS_GATHER 0
 #define RANKS 2
 
