@@ -134,7 +134,6 @@ def moe_experts(
         return out
     stacks = None
     if experts.tickets is not None and x.dtype == torch.bfloat16 and not rounds_activations:
-        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         run_tiles(out, x, ids, weights, experts, limit, num_ranks)
         return out
     if x.is_cuda and not rounds_activations and env.has_moe_kernel():
@@ -230,13 +229,14 @@ def run_tiles(
 
     Args:
         out: (T, hidden) float, written; T > 0.
-        x: (T, hidden) bfloat16, contiguous.
-        ids: (T, topk) int64, contiguous.
-        weights: (T, topk) float32, contiguous.
+        x: (T, hidden) bfloat16.
+        ids: (T, topk) int64.
+        weights: (T, topk) float32.
         experts: of `rest_experts`.
         limit: of the clamped SwiGLU; None for no clamp.
         num_ranks: see `moe_experts`.
     """
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     num_pairs, (num_experts, inter, hidden) = ids.numel(), experts.w1.shape
     stacks = [tile_planes(stack) for stack in (experts.w1, experts.w3, experts.w2)]
     shape = tiles.ExpertsShape(
