@@ -5,7 +5,8 @@
 A process per GPU. Microseconds a call: of 20 calls in a row from the host, and of 100 in a CUDA
 graph; of the ranks' medians the largest. Floor: the cost of a graph node, a store to another GPU
 and the bytes over the links (docs/notes/collectives.md). The peers need their input in memory of
-their own, and NCCL adds in place, so its values grow from call to call.
+their own, and NCCL adds in place, so its values grow from call to call. Then gathers, and the sum
+with the residual's norm, in one launch and in two.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from benchmarks.figures import save
 from tiercel import env
 from tiercel.kernels.collectives.symmetric_memory import make_symmetric_memory
 from tiercel.ops.all_reduce import SmallAllReduce, make_small_all_reduce
+from tiercel.ops.rms_norm import rms_norm
 from tiercel.reference import all_reduce as oracle
 
 SIZES = (8, 2 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20)  # bytes
 DTYPE = torch.bfloat16
+GATHERED = (8, 8 << 10, 256 << 10)  # bytes of a rank
+NORMED_ROWS, HIDDEN, EPS = (1, 8, 64, 128), 4096, 1e-6
 EAGER_CALLS, GRAPH_CALLS, SAMPLES = 20, 100, 20
 Run = Callable[[], Tensor]
 
@@ -103,6 +107,50 @@ def methods(
     return found
 
 
+def gathers(part: Tensor, reducer: SmallAllReduce, ranks: int) -> dict[str, Run]:
+    """Each way to gather parts."""
+    found = torch.empty((ranks, *part.shape), dtype=part.dtype, device=part.device)
+
+    def run_nccl() -> Tensor:
+        dist.all_gather_into_tensor(found, part)
+        return found
+
+    return {"nccl gather": run_nccl, "tiercel gather": lambda: reducer.all_gather(part)}
+
+
+def norms(part: Tensor, reducer: SmallAllReduce) -> dict[str, Run]:
+    """The sum, the residual and its norm, in one launch and in two."""
+    rows, hidden = part.shape
+    residual = torch.randn(rows, hidden, device=part.device)
+    weight = torch.ones(hidden, device=part.device)
+
+    def run_two() -> Tensor:
+        return rms_norm(residual, weight, EPS, DTYPE, update=reducer.all_reduce(part))
+
+    return {
+        "sum, then norm": run_two,
+        "sum with norm": lambda: reducer.add_norm(part, residual, weight, EPS),
+    }
+
+
+def more_rows(rank: int, ranks: int, reducer: SmallAllReduce, device: torch.device) -> list[Any]:
+    """Rows of gathers and of norms; tests/all_reduce_on_gpus.py compares their results."""
+    found = []
+    for size in GATHERED:
+        part = torch.randn(size // DTYPE.itemsize, device=device).to(DTYPE)
+        for name, run in gathers(part, reducer, ranks).items():
+            found.append({"size_bytes": size, "ranks": ranks, "method": name, **time_both_us(run)})
+    for count in NORMED_ROWS:
+        part = torch.randn(count, HIDDEN, device=device).to(DTYPE)
+        for name, run in norms(part, reducer).items():
+            size = part.nbytes
+            found.append({"size_bytes": size, "ranks": ranks, "method": name, **time_both_us(run)})
+    if rank == 0:
+        for row in found:
+            print(" ".join(map(str, row.values())), flush=True)
+    return found
+
+
 def measure(rank: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """A row for each size and method; all results are checked before they are timed."""
     reducer = make_small_all_reduce(group, device)
@@ -124,7 +172,7 @@ def measure(rank: int, ranks: int, group: dist.ProcessGroup, device: torch.devic
             rows.append({"size_bytes": size, "ranks": ranks, "method": name, **time_both_us(run)})
             if rank == 0:
                 print(" ".join(map(str, rows[-1].values())), flush=True)
-    return rows
+    return rows + more_rows(rank, ranks, reducer, device)
 
 
 def run_rank(rank: int, ranks: int, place: str, out: Path | None) -> None:
