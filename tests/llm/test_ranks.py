@@ -8,9 +8,11 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine_process import is_alive
 from tests.gguf_files import tiny_model
@@ -19,6 +21,8 @@ from tests.tiny_llm import PROMPTS, greedy, ids_of, open_tiny
 from tiercel.engine import load
 from tiercel.errors import ArgumentError, EngineDeadError, RankLostError
 from tiercel.ipc import lockstep, ranks
+from tiercel.ipc.rank_messages import Agreed, Value
+from tiercel.parallel import Group
 from tiercel.params import SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.reliability
@@ -130,6 +134,52 @@ def test_a_rank_that_differs_is_named_before_it_loads(model, monkeypatch, name, 
     assert caught.value.hint.startswith("All ranks must run the same code")
     assert "\n" not in str(caught.value)
     wait_for(lambda: set(children()) <= known)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"device": "NVIDIA H100"}, "in device: NVIDIA H100, not NVIDIA H200"),
+        ({"device": "NVIDIA H200", "m.gguf": "5 bytes"}, r"in m\.gguf: 5 bytes, not none"),
+        ({}, "in device: none, not NVIDIA H200"),
+    ],
+    ids=["another kind of GPU", "another file", "an older rank"],
+)
+def test_what_differs_is_named_with_both_values(theirs, words, monkeypatch):
+    peers = object.__new__(ranks.Ranks)
+    peers._others = [SimpleNamespace(rank=1), SimpleNamespace(rank=2)]
+    answers = {1: {"device": "NVIDIA H200"}, 2: theirs}
+    monkeypatch.setattr(
+        ranks.Ranks, "_answer", lambda self, other, what: Value(what, facts=answers[other.rank])
+    )
+    with pytest.raises(ArgumentError, match=f"rank 2 differs from rank 0 {words}"):
+        peers.check({"device": "NVIDIA H200"})
+
+
+def test_ranks_that_agree_go_on(monkeypatch):
+    sent = []
+    peers = object.__new__(ranks.Ranks)
+    peers._others = [SimpleNamespace(rank=1)]
+    monkeypatch.setattr(
+        ranks.Ranks, "_answer", lambda self, other, what: Value(what, facts={"device": "cpu"})
+    )
+    monkeypatch.setattr(ranks.Ranks, "_send", lambda self, message: sent.append(message))
+    peers.check({"device": "cpu"})
+    assert sent == [Agreed("facts")]
+
+
+def test_without_peer_access_nccl_adds_all_and_it_is_said(monkeypatch, caplog):
+    group = Group(0, 2, object())
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch, "ones", lambda count, device: torch.full((count,), 1.0))
+    monkeypatch.setattr(Group, "all_reduce", lambda self, x: 2 * x)
+    monkeypatch.setattr(ranks, "connect", lambda *_: group)
+    reason = "GPU 0 cannot access GPU 1 (rank 0)"
+    monkeypatch.setattr(ranks, "make_small_all_reduce", lambda *_: reason)
+    with caplog.at_level("INFO"):
+        assert ranks.join_group(0, 2, device, "file:///x").small_sums is None
+    assert f"NCCL adds small tensors too: {reason}." in caplog.text
 
 
 def children():
