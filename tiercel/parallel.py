@@ -244,6 +244,8 @@ def connect(
             device_id=device if is_gpu else None,
         )
     except RuntimeError as error:
+        # PyTorch counts attempts, and ranks with other counts would never find each other.
+        dist.distributed_c10d._world.group_count = 0
         who = f"rank {rank} of {size}"
         raise _lost(who, f"the other ranks at {address}", timeout_s, error) from error
     return Group(rank, size, dist.group.WORLD, timeout_s=timeout_s)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
 
 from tests.parallel.ranks import rank_pool
 from tiercel.errors import ArgumentError, RankLostError
@@ -172,6 +173,17 @@ def test_a_sum_without_a_rank_names_what_was_summed():
     with rank_pool(2, timeout_s=2.0) as pool:
         message, _ = pool.run(sum_alone)
     assert "rank 0 of 2 waited for the sum of (3, 64) float32" in message
+
+
+def test_an_attempt_that_failed_does_not_keep_the_next_one_from_others(tmp_path):
+    """Processes meet under the number of their group."""
+    with pytest.raises(RankLostError, match="rank 0 of 2 waited for the other ranks"):
+        connect(0, 2, torch.device("cpu"), (tmp_path / "alone").as_uri(), timeout_s=0.2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD.group_name == "0"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_impossible_ranks_are_refused():
