@@ -6,13 +6,12 @@
     NCCL_NVLS_ENABLE=0 python -m benchmarks.v4_ranks --gpus 2 --split ep --requests 64 256
 
 DeepSeek-V4-Flash with MXFP4 experts, or a dense model of `model_shapes.py` in the types of Q4_K_M;
-weights are random and drawn on each GPU. A process per GPU; a decode step of 1, 8 and 64 requests,
-its head and its greedy tokens are one CUDA graph, replayed by all ranks together, and the slowest
-rank counts. Ranks must have equal bits, or nothing is timed. `--layers` is for GPUs that do not
-hold all 43.
+weights are random and drawn on each GPU. A process per GPU; a decode step of 1, 8 and 64 requests
+with the logits of all token ids, as an engine samples from them, is one CUDA graph, replayed by all
+ranks together, and the slowest rank counts. Ranks must have equal bits, or nothing is timed.
+`--layers` is for GPUs that do not hold all 43.
 
-Beside it the head alone: greedy tokens by the best of each rank, and the logits of all ids, which
-an engine samples from.
+Beside it the head alone: those logits, and greedy tokens by the best of each rank.
 
 `--kernels` adds what rank 0 runs in a step: each kernel's calls and time, from a trace.
 
@@ -277,8 +276,7 @@ def measure_step(
     def run() -> Tensor:
         hidden = model.forward(batch)
         found["hidden"] = hidden
-        last = hidden[batch.logits_rows.long()]
-        return model.best_tokens(last, 1)[1]
+        return model.logits(hidden, batch.logits_rows)
 
     is_decode = step.query_len == 1
     repeat = repeatable(run, device) if is_decode else run

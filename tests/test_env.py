@@ -290,6 +290,12 @@ def test_multicast_is_forbidden_whatever_was_set(monkeypatch):
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
+def test_the_monitor_of_nccl_is_forbidden_whatever_was_set(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    env.forbid_nccl_monitor()
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
 def test_a_wait_that_the_user_set_stays(monkeypatch):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     env.shorten_openmp_spins()

@@ -330,6 +330,15 @@ def forbid_multicast() -> None:
     os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 
+def forbid_nccl_monitor() -> None:
+    """Keep PyTorch's watch over NCCL's own from running; call it before ranks connect.
+
+    It asks the file under which ranks have met, which is gone when the model runs, and says so in a
+    warning. Ranks that hang are noticed by `ipc/ranks.py`.
+    """
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+
+
 def shorten_openmp_spins() -> None:
     """Shorten the spinning of PyTorch's CPU threads; call before PyTorch is imported.
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -234,6 +235,10 @@ def connect(
             f"no ranks can meet at {address!r}.", hint="Use tcp://host:port or file:///path."
         )
     is_gpu = device.type == "cuda"
+    # Ranks find each other under the number of their group, and PyTorch keeps what GPUs share under
+    # it, also after the group's end. Its own number counts attempts of this process, which other
+    # ranks have not made.
+    dist.distributed_c10d._world.group_count = crc32(address.encode())
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
@@ -244,8 +249,6 @@ def connect(
             device_id=device if is_gpu else None,
         )
     except RuntimeError as error:
-        # PyTorch counts attempts, and ranks with other counts would never find each other.
-        dist.distributed_c10d._world.group_count = 0
         who = f"rank {rank} of {size}"
         raise _lost(who, f"the other ranks at {address}", timeout_s, error) from error
     return Group(rank, size, dist.group.WORLD, timeout_s=timeout_s)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist
 
 from tests.parallel.ranks import rank_pool
 from tiercel.errors import ArgumentError, RankLostError
@@ -175,15 +174,30 @@ def test_a_sum_without_a_rank_names_what_was_summed():
     assert "rank 0 of 2 waited for the sum of (3, 64) float32" in message
 
 
-def test_an_attempt_that_failed_does_not_keep_the_next_one_from_others(tmp_path):
-    """Processes meet under the number of their group."""
-    with pytest.raises(RankLostError, match="rank 0 of 2 waited for the other ranks"):
-        connect(0, 2, torch.device("cpu"), (tmp_path / "alone").as_uri(), timeout_s=0.2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD.group_name == "0"
-    finally:
-        dist.destroy_process_group()
+def meet_again(group, folder):
+    """Leave; then rank 0 waits somewhere alone, and both meet elsewhere, twice."""
+    group.close()
+    if group.rank == 0:
+        with pytest.raises(RankLostError, match="rank 0 of 2 waited for the other ranks"):
+            connect(0, 2, torch.device("cpu"), (folder / "alone").as_uri(), timeout_s=0.2)
+    names, sums = [], []
+    for number in range(2):
+        address = (folder / f"elsewhere{number}").as_uri()
+        group = connect(group.rank, 2, torch.device("cpu"), address, timeout_s=20.0)
+        sums.append(group.all_reduce(torch.ones(1)).item())
+        names.append(group.processes.group_name)
+        if not number:
+            group.close()
+    return names, sums
+
+
+def test_ranks_meet_again_whatever_each_has_tried(tmp_path):
+    """Under names of their own: PyTorch keeps what GPUs share by the name of a group."""
+    with rank_pool(2) as pool:
+        (names, sums), others = pool.run(meet_again, tmp_path)
+    assert (names, sums) == others
+    assert sums == [2.0, 2.0]
+    assert names[0] != names[1]
 
 
 def test_impossible_ranks_are_refused():

@@ -164,6 +164,7 @@ def join_group(rank: int, size: int, device: torch.device, address: str) -> Grou
     if device.type == "cuda":
         torch.cuda.set_device(device)
         env.forbid_multicast()
+        env.forbid_nccl_monitor()
     group = connect(rank, size, device, address)
     if device.type == "cuda" and group.processes is not None:
         small_sums = make_small_all_reduce(group.processes, device)
