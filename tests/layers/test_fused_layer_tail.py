@@ -42,6 +42,35 @@ def test_a_width_that_is_not_faster_is_left_out_before_weights_are_looked_at(mon
     assert found.reason.startswith("hidden_size is 1024;")
 
 
+def test_gpus_without_shared_memory_are_refused_with_a_reason(monkeypatch):
+    monkeypatch.setattr(layers, "refuse_device", lambda device: None)
+    layer = SimpleNamespace(mlp_norm=SimpleNamespace(weight=torch.ones(2048)))
+    group = SimpleNamespace(size=2, small_sums=None, processes=object())
+    found = make_fused_layer_tail([layer], 1e-6, torch.device("cuda"), group)
+    assert found == Refusal("2 GPUs share the model and no memory")
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_rank_that_does_not_fit_asks_the_others_all_the_same(monkeypatch, fits):
+    """It would keep them waiting for its memory."""
+    told = []
+    misfit = Refusal("no such width")
+    made = [SimpleNamespace(geometry=partition(ChainShape(2048, 2048, 2048, 512), TYPES, 132, 2))]
+
+    def share(hidden, processes, device, refusal):
+        told.append((hidden, refusal))
+        return Refusal("of rank 1")
+
+    monkeypatch.setattr(layers, "refuse_device", lambda device: None)
+    monkeypatch.setattr(layers, "_bring_together", lambda *_: made if fits else misfit)
+    monkeypatch.setattr(layers, "share_memory", share)
+    layer = SimpleNamespace(mlp_norm=SimpleNamespace(weight=torch.ones(2048)))
+    group = SimpleNamespace(size=2, small_sums=object(), processes=object())
+    found = make_fused_layer_tail([layer], 1e-6, torch.device("cuda"), group)
+    assert told == [(2048, None if fits else misfit)]
+    assert found == Refusal("of rank 1")
+
+
 def test_a_cpu_is_refused_with_a_reason():
     layer = SimpleNamespace(mlp_norm=SimpleNamespace(weight=torch.ones(2048)))
     found = make_fused_layer_tail([layer], 1e-6, torch.device("cpu"))

@@ -78,23 +78,21 @@ def make_fused_layer_tail(
     """
     hidden = layers[0].mlp_norm.weight.shape[0]
     refusal = refuse_width(hidden) or refuse_device(device) or refuse_ranks(group.size)
-    if refusal is None and group.size > 1 and group.processes is None:
-        refusal = Refusal(f"{group.size} GPUs share the model and are not connected")
+    if refusal is None and group.size > 1 and group.small_sums is None:
+        refusal = Refusal(f"{group.size} GPUs share the model and no memory")
     if refusal is not None:  # the same on all ranks
         return refusal
     weights = _bring_together(layers, eps, device, group.size)
-    if group.processes is None:
-        if isinstance(weights, Refusal):
-            return weights
-        memory = None
-    else:
+    memory = None
+    if group.processes is not None:
         # Ranks may have parts of other widths; all go one way, or sums would wait for ever.
         refusal = weights if isinstance(weights, Refusal) else None
         shared = share_memory(hidden, group.processes, device, refusal)
         if isinstance(shared, Refusal):
             return shared
         memory = shared
-    assert not isinstance(weights, Refusal), "ranks agree"
+    if isinstance(weights, Refusal):
+        return weights
     exchange = make_exchange(weights[0].geometry, device, memory)
     return FusedLayerTail(layers, weights, exchange, is_dependent=has_dependent_launch())
 
