@@ -91,6 +91,9 @@ def resolve_spec(method: object, num_spec_tokens: object) -> SpecConfig:
 MAX_RANKS: Final = 64
 """Processes that compute one model together, at most."""
 
+MAX_REPLICAS: Final = 64
+"""Engines of one server, at most."""
+
 KV_DTYPES: Final = ("auto", "fp8", "bf16", "float32")
 NUMERICS: Final = ("exact", "native")
 
@@ -142,6 +145,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
             answers may then depend on the speed of the machine in their last bits.
         tensor_parallel_size: ranks, one process and GPU each, that compute together.
         expert_parallel: whether ranks hold whole experts of a layer, else a part of each.
+        replica: number of this engine among those of this machine that serve the same model.
+        num_replicas: engines of this machine that serve it; each has GPUs of its own.
     """
 
     model: str | None = None
@@ -163,3 +168,5 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     timed_steps: bool = False
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
+    replica: int = 0
+    num_replicas: int = 1

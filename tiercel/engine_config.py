@@ -33,6 +33,7 @@ class EngineConfig:
         timed_steps: whether the time of a step is bounded, not only its tokens; see `StepBudget`.
         tensor_parallel_size: ranks that compute together; every one of them runs the same loop.
         expert_parallel: whether ranks hold whole experts of a layer, else a part of each.
+        num_replicas: engines of the model on this machine, which share the memory of a CPU.
     """
 
     device: torch.device
@@ -54,3 +55,4 @@ class EngineConfig:
     timed_steps: bool = False
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
+    num_replicas: int = 1

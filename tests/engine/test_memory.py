@@ -241,6 +241,12 @@ def test_a_cpu_gives_part_of_what_is_available():
     assert 0 < MemoryBudget(CPU, 0.1).left() <= memory.CPU_SHARE * total
 
 
+def test_engines_that_start_together_share_the_memory_of_a_cpu():
+    memory = Memory(800 * GIB, 900 * GIB, None)
+    lefts = [MemoryBudget(CPU, 0.9, lambda: memory, num_engines=n).left() for n in (1, 4)]
+    assert lefts == [int(0.8 * 800 * GIB), int(0.2 * 800 * GIB)]
+
+
 def test_what_a_cpu_gives_is_four_fifths_less_what_is_kept_for_later():
     budget = MemoryBudget(CPU, 0.1, lambda: Memory(500 * 1024, 900 * 1024, None))
     assert budget.left() == 400 * 1024

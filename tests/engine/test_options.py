@@ -13,7 +13,7 @@ from tiercel import async_llm, llm
 from tiercel.config import LoadOptions, ModelOptions
 from tiercel.engine import load as build
 from tiercel.engine.load import resolve_config
-from tiercel.engine.options import resolve_ranks, resolve_threads
+from tiercel.engine.options import resolve_own_device, resolve_ranks, resolve_threads
 from tiercel.errors import ArgumentError
 from tiercel.llm import LLM
 from tiercel.models.decoder import Decoder
@@ -201,6 +201,40 @@ def test_ranks_need_gpus_of_their_own(monkeypatch):
     for count in (0, -2, 128, 2.0, "2", True):
         with pytest.raises(ArgumentError, match="tensor_parallel_size="):
             resolve_ranks(count, first)
+
+
+def test_each_engine_has_gpus_of_its_own(monkeypatch):
+    cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+
+    def own(replica, num_replicas, num_ranks, device=first, rank=0):
+        options = LoadOptions(replica=replica, num_replicas=num_replicas)
+        return resolve_own_device(options, device, num_ranks, rank).index
+
+    assert [own(0, 1, 4, rank=rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert own(0, 1, 1, second) == 1
+    assert [own(replica, 6, 1) for replica in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [own(replica, 3, 2) for replica in range(3)] == [0, 2, 4]
+    assert [own(2, 3, 2, rank=rank) for rank in range(2)] == [4, 5]
+    assert [own(replica, 2, 2, cpu, rank=1) for replica in range(2)] == [None, None]
+    for num_replicas, num_ranks, words, hint in (
+        (7, 1, "--replicas 7 with a GPU each needs 7 GPUs: this machine has 6.", "Use up to 6."),
+        (2, 4, "--replicas 2 with 4 GPUs each needs 8 GPUs: this machine has 6.", "Use up to 1."),
+    ):
+        for replica in range(num_replicas):  # each says so, whichever is heard first
+            with pytest.raises(ArgumentError) as caught:
+                own(replica, num_replicas, num_ranks)
+            assert (str(caught.value), caught.value.hint) == (words, hint)
+    with pytest.raises(ArgumentError, match="begins at the first GPU, but the device is cuda:1"):
+        own(0, 2, 1, second)
+
+
+def test_engines_share_threads_and_memory_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    monkeypatch.setattr(build, "usable_cpus", lambda: 6)
+    assert [resolve(num_replicas=n).threads for n in (1, 2, 4, 9)] == [6, 3, 1, 1]
+    assert resolve(num_replicas=2, threads=5).threads == 5, "what was requested wins"
+    assert resolve(num_replicas=3).num_replicas == 3
 
 
 def test_experts_are_spread_over_several_ranks_only():

@@ -79,7 +79,7 @@ def test_a_refusal_says_when_to_come_again(monkeypatch, waiting, spread, expecte
     now = [0.0]
     monkeypatch.setattr(client_module, "perf_counter", lambda: now[0])
     client = open_queue(waiting, 1)
-    assert client._retry_after(99) == 1, "nothing has ended yet"
+    assert client.retry_after(99) == 1, "nothing has ended yet"
     for i in range(1, 9):
         request = make_request()
         client.submit(request)

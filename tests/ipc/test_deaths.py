@@ -5,6 +5,7 @@ import pytest
 from tiercel.errors import ModelFormatError
 from tiercel.ipc.deaths import Deaths
 from tiercel.ipc.messages import ErrorInfo
+from tiercel.ipc.siblings import OpenedFiles
 from tiercel.loader.stamps import read_stamp
 
 KILLED = ErrorInfo("EngineDeadError", "it was ended by signal SIGKILL")
@@ -23,12 +24,12 @@ def end(deaths, cause, *, is_ready=False):
 
 def test_two_in_a_row_that_end_alike_before_they_are_ready_are_enough():
     for failed in (KILLED, BROKEN):
-        deaths = Deaths()
+        deaths = Deaths(OpenedFiles())
         assert [end(deaths, failed), end(deaths, failed)] == [False, True]
 
 
 def test_a_death_after_ready_and_another_cause_do_not_count():
-    deaths = Deaths()
+    deaths = Deaths(OpenedFiles())
     assert not end(deaths, KILLED)
     assert not end(deaths, BROKEN), "another cause"
     assert not end(deaths, KILLED)
@@ -47,7 +48,7 @@ def test_a_death_after_ready_and_another_cause_do_not_count():
 def test_an_error_of_the_model_is_final_until_an_engine_was_ready(
     kind, is_about_the_model, was_ready
 ):
-    deaths = Deaths()
+    deaths = Deaths(OpenedFiles())
     assert deaths.load_error() is None
     if was_ready:
         end(deaths, KILLED, is_ready=True)
@@ -63,7 +64,7 @@ def test_a_file_that_changed_is_final(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"abc")
     stamp = read_stamp(path)
-    deaths = Deaths()
+    deaths = Deaths(OpenedFiles())
     assert deaths.note_files((stamp,))
     assert deaths.note_files((read_stamp(path),))
     deaths.note_ready()
@@ -80,7 +81,7 @@ def test_a_file_that_changed_is_final(tmp_path):
 
 @pytest.mark.parametrize("failed", [KILLED, BROKEN])
 def test_clients_are_told_causes_of_ours_alone(failed):
-    deaths = Deaths()
+    deaths = Deaths(OpenedFiles())
     end(deaths, failed)
     error = deaths.final_error()
     told = "it was ended by signal SIGKILL." if failed is KILLED else "the log of the server says"

@@ -19,6 +19,7 @@ from tiercel.ipc.messages import (
     Progress,
     Stats,
 )
+from tiercel.ipc.siblings import OpenedFiles
 from tiercel.ipc.supervisor import (
     EngineState,
     RestartPolicy,
@@ -34,7 +35,12 @@ TICKS = 10  # in which the least time of a watchdog is counted
 def make_supervisor(settings=None, is_busy=lambda: True):
     heard = []
     made = Supervisor(
-        LoadOptions(), settings or SupervisorSettings(), heard.append, lambda *_: None, is_busy
+        LoadOptions(),
+        settings or SupervisorSettings(),
+        heard.append,
+        lambda *_: None,
+        is_busy,
+        OpenedFiles(),
     )
     return made, heard
 

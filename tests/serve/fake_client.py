@@ -160,6 +160,10 @@ class FakeClient:
     def pid(self):
         return None
 
+    @property
+    def replicas(self):
+        return (self,)
+
     async def start(self):
         pass
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.reliability
 
 
 def model_of(**info):
-    return SimpleNamespace(info=SimpleNamespace(**info))
+    return SimpleNamespace(info=SimpleNamespace(**info), num_rows=info.get("max_num_seqs"))
 
 
 def test_answers_to_one_prompt_share_its_blocks():

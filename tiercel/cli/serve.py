@@ -31,6 +31,10 @@ from tiercel.params import LIMITS, Limits, SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from tiercel.config import LoadOptions
+    from tiercel.ipc.client import EngineClient
+    from tiercel.ipc.replicas import Replicas
+    from tiercel.ipc.siblings import Siblings
+    from tiercel.ipc.supervisor import SupervisorSettings
     from tiercel.serve.http.tracing import Tracing
     from tiercel.serve.settings import AccessSettings, ServeSettings
 
@@ -58,7 +62,6 @@ def serve(
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Serve a model over HTTP, by OpenAI's and Anthropic's APIs (docs/server.md)."""
-    from tiercel.ipc.client import EngineClient
     from tiercel.ipc.supervisor import SupervisorSettings
     from tiercel.serve.http.logs import set_up_logs
     from tiercel.serve.http.metrics import Metrics
@@ -79,12 +82,9 @@ def serve(
         _warn(server, settings)
         settings = replace(settings, url=url)
         options = _load_options(model, server, engine, batch, defaults)
-        client = EngineClient(
-            options,
-            max_waiting=settings.limits.max_waiting_requests,
-            settings=SupervisorSettings(heartbeat_s=server.hang_seconds),
-        )
-        metrics = Metrics(settings.metrics_prefix)
+        supervision = SupervisorSettings(heartbeat_s=server.hang_seconds)
+        client = make_client(options, settings.limits.max_waiting_requests, supervision)
+        metrics = Metrics(settings.metrics_prefix, len(client.replicas))
         has_status = server.log_format == "text" and not common.quiet and has_colour()
         state = ServerState(
             settings,
@@ -319,7 +319,33 @@ def _load_options(
         seed=defaults.seed,
         offline=engine.offline or None,
         enable_fault_injection=server.enable_fault_injection,
+        num_replicas=server.replicas,
     )
+
+
+def make_client(
+    options: LoadOptions, max_waiting: int, settings: SupervisorSettings
+) -> EngineClient | Replicas:
+    """The client of the engine, or of all of them; nothing is started."""
+    import msgspec
+
+    from tiercel.ipc.client import EngineClient
+    from tiercel.ipc.replicas import Replicas
+
+    count = options.num_replicas
+    if count == 1:
+        return EngineClient(options, max_waiting=max_waiting, settings=settings)
+
+    def make(number: int, siblings: Siblings) -> EngineClient:
+        return EngineClient(
+            msgspec.structs.replace(options, replica=number),
+            max_waiting=max_waiting,
+            settings=settings,
+            siblings=siblings,
+            name=f"engine {number}",
+        )
+
+    return Replicas(count, make, max_waiting=max_waiting, settings=settings)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from tiercel.cli.options import MODEL_GROUP
+from tiercel.config import MAX_REPLICAS
 from tiercel.params import LIMITS
 
 DEFAULT_HOST: Final = "127.0.0.1"
@@ -60,6 +61,14 @@ class ServerOptions:
     allowed_host: Annotated[
         tuple[str, ...], Parameter(negative="", help="Further name in Host headers; repeatable.")
     ] = ()
+    replicas: Annotated[
+        int,
+        Parameter(
+            group=MODEL_GROUP,
+            validator=Number(gte=1, lte=MAX_REPLICAS),
+            help="Engines, each with GPUs of its own.",
+        ),
+    ] = 1
     no_ui: Annotated[bool, Parameter(negative="", help="Serve no web page.")] = False
     drain_seconds: Annotated[float, Parameter(help="For running requests at shutdown.")] = 30.0
     hang_seconds: Annotated[

@@ -193,7 +193,7 @@ def build_engine(
             lower.
     """
     device = config.device
-    budget = MemoryBudget(device, config.gpu_memory_utilization)
+    budget = MemoryBudget(device, config.gpu_memory_utilization, num_engines=config.num_replicas)
     dense_copies = _has_room_for_copies(source, config, budget, peers)
     load = None if progress is None else partial(progress, "Loading")
     sharding = sharding_of(config, peers.rank)

@@ -25,6 +25,7 @@ from tiercel.engine.options import (
     resolve_count,
     resolve_device,
     resolve_dtype,
+    resolve_own_device,
     resolve_ranks,
     resolve_share,
     resolve_threads,
@@ -197,8 +198,7 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
     num_ranks = resolve_ranks(options.tensor_parallel_size, device)
     check_sharding(source, num_ranks, expert_parallel=options.expert_parallel)
     sharding = Sharding(rank, num_ranks, expert_parallel=options.expert_parallel)
-    if num_ranks > 1 and device.type == "cuda":
-        device = torch.device("cuda", rank)
+    device = resolve_own_device(options, device, num_ranks, rank)
     if options.expert_parallel and num_ranks == 1:
         raise ArgumentError(
             "expert_parallel=True needs several ranks.", hint="Set tensor_parallel_size too."
@@ -229,7 +229,8 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
         needed += cache_bytes(
             source.config, max_model_len, dtype, device.type, model_options.kv_dtype, sharding
         )
-        return needed <= MemoryBudget(device, utilization).left()
+        budget = MemoryBudget(device, utilization, num_engines=options.num_replicas)
+        return needed <= budget.left()
 
     return EngineConfig(
         device=device,
@@ -255,9 +256,10 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
         model_options=model_options,
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
         timed_steps=options.timed_steps and device.type == "cpu",
-        threads=resolve_threads(options.threads, usable_cpus()),
+        threads=resolve_threads(options.threads, max(1, usable_cpus() // options.num_replicas)),
         tensor_parallel_size=num_ranks,
         expert_parallel=options.expert_parallel,
+        num_replicas=options.num_replicas,
     )
 
 

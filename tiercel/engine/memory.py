@@ -55,7 +55,7 @@ class MemoryBudget:
     On a GPU it is a share of the whole memory, and not more than is free. Memory counts as taken
     when PyTorch took it in this process: free memory also depends on other processes, which may
     start or end meanwhile. On a CPU it is a share of the memory that is available within the limits
-    of control groups.
+    of control groups, and as much for each other engine of the model that starts.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class MemoryBudget:
         device: torch.device,
         utilization: float,
         read_main: Callable[[], Memory | None] = read_memory,
+        *,
+        num_engines: int = 1,
     ) -> None:
         """Start to count.
 
@@ -70,10 +72,12 @@ class MemoryBudget:
             device: whose memory.
             utilization: share of a GPU's memory.
             read_main: reads the main memory, for a CPU.
+            num_engines: engines that start on a CPU together.
         """
         self._device = device
         self._utilization = utilization
         self._read_main = read_main
+        self._cpu_share = CPU_SHARE / num_engines
         self._reserved = 0
         if device.type == "cuda":
             torch.cuda.empty_cache()  # memory that earlier work cached is free too
@@ -89,7 +93,7 @@ class MemoryBudget:
             free, total = torch.cuda.mem_get_info(self._device)
             taken = torch.cuda.memory_reserved(self._device) - self._held_at_start
             return min(int(self._utilization * total) - taken, free) - self._reserved
-        return int(self._main().available * CPU_SHARE) - self._reserved
+        return int(self._main().available * self._cpu_share) - self._reserved
 
     def check(
         self,
@@ -130,7 +134,7 @@ class MemoryBudget:
             return ""
         memory = self._main()
         limit = "" if memory.limit is None else f" within a limit of {_gib(memory.limit)}"
-        return f" ({CPU_SHARE:.0%} of the {_gib(memory.available)} available{limit})"
+        return f" ({self._cpu_share:.0%} of the {_gib(memory.available)} available{limit})"
 
     def _remedy(
         self, needed: Demand, others: Sequence[Demand], left: int, fitting: Sequence[int]
@@ -148,7 +152,7 @@ class MemoryBudget:
             )
         least = "" if smallest is needed else f" (--dtype {dtype})"
         if self._device.type == "cpu":
-            needs = f"It takes {_gib(smallest.nbytes / CPU_SHARE)} of free memory{least}"
+            needs = f"It takes {_gib(smallest.nbytes / self._cpu_share)} of free memory{least}"
         else:
             needs = f"It takes {_gib(smallest.nbytes)}{least}"
         return f"{needs}{shared}; or use a smaller model or a smaller quantisation."

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tiercel import env
-from tiercel.config import MAX_RANKS
+from tiercel.config import MAX_RANKS, LoadOptions
 from tiercel.errors import ArgumentError
 from tiercel.params import shown
 from tiercel.resting import uses_native
@@ -110,6 +110,42 @@ def resolve_ranks(value: object, device: torch.device) -> int:
             hint=f"Use up to {1 << (num_gpus.bit_length() - 1)}.",
         )
     return count
+
+
+def resolve_own_device(
+    options: LoadOptions, device: torch.device, num_ranks: int, rank: int
+) -> torch.device:
+    """The device of a rank; replicas have the GPUs of a machine in turn.
+
+    Args:
+        options: with the engine's number among those of this machine.
+        device: resolved.
+        num_ranks: GPUs of each engine.
+        rank: of this process.
+
+    Raises:
+        ArgumentError: there are not as many GPUs as all engines need, or a device that is one
+            alone.
+    """
+    count = options.num_replicas
+    if device.type == "cpu":
+        return device
+    if count == 1:
+        return torch.device("cuda", (device.index or 0) + rank)
+    if device.index:
+        raise ArgumentError(
+            f"--replicas {count} begins at the first GPU, but the device is {device}.",
+            hint="Use --device cuda, and CUDA_VISIBLE_DEVICES to choose GPUs.",
+        )
+    num_gpus = torch.cuda.device_count()
+    if count * num_ranks > num_gpus:
+        each = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
+        raise ArgumentError(
+            f"--replicas {count} with {each} each needs {count * num_ranks} GPUs: this machine has "
+            f"{num_gpus}.",
+            hint=f"Use up to {num_gpus // num_ranks}.",
+        )
+    return torch.device("cuda", options.replica * num_ranks + rank)
 
 
 def resolve_dtype(

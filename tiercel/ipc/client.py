@@ -45,9 +45,9 @@ from tiercel.ipc.messages import (
     encode,
     read_values,
 )
+from tiercel.ipc.siblings import Siblings
 from tiercel.ipc.streams import TokenStream
 from tiercel.ipc.supervisor import EngineState, Supervisor, SupervisorSettings
-from tiercel.ipc.suspects import Suspects
 from tiercel.params import LIMITS
 from tiercel.request.request import ABORTED, Request, TokenUpdate
 
@@ -78,6 +78,8 @@ class EngineClient:
         *,
         max_waiting: int = LIMITS.max_waiting_requests,
         settings: SupervisorSettings | None = None,
+        siblings: Siblings | None = None,
+        name: str = "",
     ) -> None:
         """Set up; nothing is started.
 
@@ -85,6 +87,8 @@ class EngineClient:
             options: options of the load.
             max_waiting: requests that may wait for an engine row.
             settings: settings of restarts and the heartbeat.
+            siblings: all engines of the server; None: this one alone.
+            name: name of the engine in the log if there are several.
         """
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
@@ -100,14 +104,22 @@ class EngineClient:
         self._waiting: dict[int, None] = {}  # oldest first: neither entered nor ended
         self._ends: deque[float] = deque(maxlen=_RATE_SAMPLES)
         settings = settings or SupervisorSettings()
-        self._suspects = Suspects(settings.window_s)
+        self._siblings = siblings or Siblings(settings.window_s)
         self._supervisor = Supervisor(
             options,
             settings,
             self._on_message,
             self._on_lost,
             self._is_busy,
+            self._siblings.files,
+            name,
         )
+        self._siblings.given_up.append(lambda: self._supervisor.state is EngineState.DEAD)
+
+    @property
+    def replicas(self) -> tuple[EngineClient, ...]:
+        """The engines of the server, of which this one is the only one; see `Replicas`."""
+        return (self,)
 
     @property
     def state(self) -> EngineState:
@@ -152,6 +164,21 @@ class EngineClient:
         """Requests that have had a step and are not done."""
         return len(self._live) - len(self._waiting)
 
+    @property
+    def num_spare(self) -> int:
+        """Requests that would find a free row."""
+        return max(0, self._num_free - len(self._waiting))
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that the engine has yet to compute for its requests, as far as is known."""
+        return sum(stream.num_waiting_tokens for stream in self._live.values())
+
+    @property
+    def is_clogged(self) -> bool:
+        """Whether the engine does not read what it is sent."""
+        return self._supervisor.unsent_bytes > MAX_UNSENT_BYTES
+
     async def start(self) -> None:
         """Start the engine process; returns once it runs, long before it is ready.
 
@@ -185,17 +212,10 @@ class EngineClient:
         if self.state is EngineState.DEAD:
             raise self.final_error
         if self.state is not EngineState.READY:
-            raise EngineDeadError(
-                f"the engine is {self.state.value}.", hint="Ask /ready, then send it again."
-            )
+            raise not_ready_error(self.state)
         waiting = self._count_waiting(count)
-        if waiting > self._max_waiting or self._supervisor.unsent_bytes > MAX_UNSENT_BYTES:
-            error = QueueFullError(
-                f"{self._max_waiting} requests wait already, the limit.",
-                hint="Send it again later.",
-            )
-            error.retry_after_s = self._retry_after(waiting)
-            raise error
+        if waiting > self._max_waiting or self.is_clogged:
+            raise queue_full_error(self._max_waiting, self.retry_after(waiting))
 
     def submit(self, request: Request) -> TokenStream:
         """Hand a request to the engine.
@@ -265,13 +285,18 @@ class EngineClient:
 
     def _count_waiting(self, more: int) -> int:
         """How many wait, or would with `more` requests."""
-        count = len(self._waiting) + more
+        return max(0, len(self._waiting) + more - self._num_free)
+
+    @property
+    def _num_free(self) -> int:
+        """Rows for requests that are under way; none if an older request waits already."""
         oldest = next(iter(self._waiting), None)
         if self.info is None or (oldest is not None and oldest <= self._last_known_key):
-            return count
-        return max(0, count - max(0, self.info.max_num_seqs - self.num_running))
+            return 0
+        return max(0, self.info.max_num_seqs - self.num_running)
 
-    def _retry_after(self, waiting: int) -> int:
+    def retry_after(self, waiting: int) -> int:
+        """Seconds until so many requests have left the queue, by the speed of the last ones."""
         if len(self._ends) < 2:
             return 1
         seconds_each = (perf_counter() - self._ends[0]) / len(self._ends)
@@ -332,7 +357,7 @@ class EngineClient:
             self._remove(delta.key)
             self._ends.append(perf_counter())
             if delta.finish_reason != "error":
-                self._suspects.note_answer(stream.request)
+                self._siblings.suspects.note_answer(stream.request)
         stream.push(
             TokenUpdate(delta.new_token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
         )
@@ -341,11 +366,13 @@ class EngineClient:
         """End every stream of an engine that has died; log whose step it may have been."""
         ran = [s.request for key, s in self._live.items() if key not in self._waiting]
         named = [request for request in ran if request.request_id in suspects] or ran
-        again = self._suspects.note_death(named, perf_counter())
+        again = self._siblings.suspects.note_death(named, perf_counter())
         if named:
-            _LOG.error("requests of the engine's last step: %s", _ids(named))
+            _LOG.error("requests of %s's last step: %s", self._supervisor.name, _ids(named))
         if again:
             _LOG.error("of these, seen in the last step of another engine: %s", _ids(again))
+        if not self._siblings.are_given_up:
+            final = None  # another engine answers, or will
         for key in list(self._live):
             stream = self._remove(key)
             is_again = any(request is stream.request for request in again)
@@ -353,6 +380,20 @@ class EngineClient:
         self.stats = EngineStats()
         self._ends.clear()
         self._has_forgotten.set()  # no engine is left that could answer
+
+
+def not_ready_error(state: EngineState) -> EngineDeadError:
+    """The error of a request that no engine can take yet."""
+    return EngineDeadError(f"the engine is {state.value}.", hint="Ask /ready, then send it again.")
+
+
+def queue_full_error(limit: int, retry_after_s: int) -> QueueFullError:
+    """The error of a request beyond the limit of those that wait."""
+    error = QueueFullError(
+        f"{limit} requests wait already, the limit.", hint="Send it again later."
+    )
+    error.retry_after_s = retry_after_s
+    return error
 
 
 def _ids(requests: Sequence[Request]) -> str:

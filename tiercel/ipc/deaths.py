@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from tiercel.errors import EngineDeadError, InternalError, TiercelError
 from tiercel.ipc.messages import ErrorInfo
+from tiercel.ipc.siblings import OpenedFiles
 from tiercel.loader.stamps import FileStamp, find_change
 
 
 class Deaths:
     """Record of one model's engine processes; one lives at a time."""
 
-    def __init__(self) -> None:
-        self._files: tuple[FileStamp, ...] = ()  # as the first process opened them
+    def __init__(self, files: OpenedFiles) -> None:
+        self._files = files
         self._was_ready = False  # any process
         self._is_ready = False  # the process that lives, or the last one
         self._cause: ErrorInfo | None = None  # of the last death
@@ -35,8 +36,7 @@ class Deaths:
         Returns:
             Whether it opened the files that the first process opened.
         """
-        self._files = self._files or files
-        return files == self._files
+        return self._files.note(files)
 
     def note_ready(self) -> None:
         """The process that lives is ready."""
@@ -44,7 +44,7 @@ class Deaths:
 
     def note_loss(self) -> None:
         """The process has ended; why is not known yet."""
-        self._change = find_change(self._files)
+        self._change = find_change(self._files.stamps)
         self._is_explained = False
 
     def note_cause(self, cause: ErrorInfo) -> None:

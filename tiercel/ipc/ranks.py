@@ -101,8 +101,10 @@ def _devices(config: EngineConfig) -> str:
     """The devices of all ranks."""
     if config.device.type == "cpu":
         return "CPU processes, for tests"
-    last = config.tensor_parallel_size - 1
-    return f"cuda:0 to cuda:{last}" + (", whole experts each" if config.expert_parallel else "")
+    first = config.device.index or 0
+    last = first + config.tensor_parallel_size - 1
+    what = ", whole experts each" if config.expert_parallel else ""
+    return f"cuda:{first} to cuda:{last}{what}"
 
 
 @dataclass(slots=True)

@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tiercel.errors import TiercelError
 from tiercel.request.request import Request, Status, TokenLogprobs, TokenUpdate
+
+ANSWER_TOKENS: Final = 256
+"""Tokens that an answer counts for before it is known how long it becomes, at most."""
 
 
 class TokenStream:
@@ -28,6 +32,7 @@ class TokenStream:
         request: the reader's request; see the module.
         submitted_s: `perf_counter` when it was submitted.
         entered_s: `perf_counter` when its first step began; None while it waits.
+        num_computed: tokens of its input that are computed.
         on_progress: callback with the number of prompt tokens computed, while the prompt is not
             finished.
     """
@@ -36,6 +41,7 @@ class TokenStream:
         self.request = request
         self.submitted_s = submitted_s
         self.entered_s: float | None = None
+        self.num_computed = 0
         self.on_progress: Callable[[int], None] | None = None
         self._ready: deque[TokenUpdate | TiercelError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -64,10 +70,18 @@ class TokenStream:
     def enter(self, started_s: float, num_cached: int) -> None:
         """Note that the request has left the queue."""
         self.entered_s = started_s
-        self.request.num_cached = num_cached
+        self.request.num_cached = self.num_computed = num_cached
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that are still to be computed, as far as is known: input, and answer."""
+        request = self.request
+        answer = min(ANSWER_TOKENS, request.max_tokens) - len(request.output_token_ids)
+        return request.num_input_tokens - self.num_computed + max(1, answer)
 
     def advance(self, num_computed: int) -> None:
         """Report how many tokens of the prompt are computed."""
+        self.num_computed = num_computed
         if self.on_progress is not None:
             self.on_progress(num_computed)
 
@@ -93,6 +107,7 @@ class TokenStream:
         A step may yield several tokens. The reader gets one after the other, as from as many steps,
         so that it may stop between any two.
         """
+        self.num_computed = self.request.num_input_tokens
         if isinstance(item, TokenUpdate) and len(item.new_token_ids) > 1:
             self._ready.extend(_one_by_one(item))
         else:

@@ -21,6 +21,7 @@ from tiercel.config import LoadOptions
 from tiercel.errors import EngineDeadError
 from tiercel.ipc.deaths import Deaths
 from tiercel.ipc.messages import ErrorInfo, Failed, FromEngine, Log, Opened, Progress, Ready
+from tiercel.ipc.siblings import OpenedFiles
 from tiercel.ipc.spawn import EngineProcess, start_engine
 from tiercel.ipc.watchdog import Watchdog
 
@@ -78,6 +79,7 @@ class Supervisor:
     """One engine process at a time; all on one event loop.
 
     Attributes:
+        name: name of the engine in the log.
         state: state of the engine.
         progress: share of this process's start that is done, 0 to 1; it never falls.
         num_restarts: processes started after the first.
@@ -90,6 +92,8 @@ class Supervisor:
         on_message: Callable[[FromEngine], None],
         on_lost: Callable[[tuple[str, ...], EngineDeadError | None], None],
         is_busy: Callable[[], bool],
+        files: OpenedFiles,
+        name: str = "",
     ) -> None:
         """Set up; nothing is started.
 
@@ -100,6 +104,8 @@ class Supervisor:
             on_lost: called at each death with the requests that the engine named as suspects, and
                 with the final error if there will be no other engine.
             is_busy: whether the engine has work, so that silence means that it hangs.
+            files: files of the model, as they were opened first.
+            name: name of the engine in the log if there are several.
         """
         self.state = EngineState.LOADING
         self.progress = 0.0
@@ -109,11 +115,17 @@ class Supervisor:
         self._hear, self._tell_lost = on_message, on_lost
         self._watchdog = Watchdog(settings.heartbeat_s, is_busy)
         self._engine: EngineProcess | None = None
-        self._deaths = Deaths()
+        self._deaths = Deaths(files)
+        self.name = name or "the engine"
         self._policy = RestartPolicy(settings)
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._settled = asyncio.Event()  # ready, or there will be no engine any more
+
+    @property
+    def _prefix(self) -> str:
+        """The name before each line of the engine's log, if there are several."""
+        return "" if self.name == "the engine" else f"{self.name}: "
 
     @property
     def pid(self) -> int | None:
@@ -197,18 +209,22 @@ class Supervisor:
         self.num_restarts += 1
         self.progress = 0.0
         self._deaths.note_start()
-        _LOG.warning("restart %d of the engine", self.num_restarts)
+        _LOG.warning("restart %d of %s", self.num_restarts, self.name)
         try:
             self._engine = await start_engine(self._options, self._on_message)
         except OSError as error:
-            _LOG.error("no engine process: %s", error.strerror)
+            _LOG.error("no process for %s: %s", self.name, error.strerror)
         return self._engine
 
     def _give_up(self) -> None:
         self.state = EngineState.DEAD
         plural = "" if self.num_restarts == 1 else "s"
         _LOG.error(
-            "the engine is given up after %d restart%s: %s", self.num_restarts, plural, self.failure
+            "%s is given up after %d restart%s: %s",
+            self.name,
+            self.num_restarts,
+            plural,
+            self.failure,
         )
 
     async def _live(self, engine: EngineProcess) -> float | None:
@@ -241,7 +257,7 @@ class Supervisor:
         self._deaths.note_cause(died if engine.failed is None else engine.failed.error)
         if is_final or self._deaths.is_hopeless:
             return None
-        _LOG.error("the engine process ended: %s", self.failure)
+        _LOG.error("%s process ended: %s", self.name, self.failure)
         return delay
 
     def _on_message(self, message: FromEngine) -> None:
@@ -250,10 +266,10 @@ class Supervisor:
         if isinstance(message, Progress):
             self.progress = message.share
         elif isinstance(message, Log):
-            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+            logging.getLogger(message.logger).log(message.level, "%s%s", self._prefix, message.text)
         elif isinstance(message, Failed):
             if message.detail:
-                _LOG.error("the engine failed: %s", message.detail)
+                _LOG.error("%s failed: %s", self.name, message.detail)
         elif isinstance(message, Opened):
             if not self._deaths.note_files(message.files) and self._engine is not None:
                 self._engine.kill()  # what changed is found when it is gone

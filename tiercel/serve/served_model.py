@@ -28,6 +28,7 @@ class ServedModel:
             cannot be constrained.
         sampling: sampling defaults, from the server's options and the model's file.
         created: Unix time in seconds at which the model was first ready.
+        num_engines: engines that answer with it; `info` is that of the smallest.
     """
 
     names: tuple[str, ...]
@@ -38,11 +39,17 @@ class ServedModel:
     grammars: GrammarChecker | None
     sampling: SamplingDefaults
     created: int
+    num_engines: int = 1
 
     @property
     def name(self) -> str:
         """The name in responses."""
         return self.names[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that run together in all engines."""
+        return self.info.max_num_seqs * self.num_engines
 
     def check_name(self, name: str) -> None:
         """Compare the `model` field of a request; it is a name, never a path.

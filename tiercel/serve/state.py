@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from tiercel.errors import EngineDeadError
 from tiercel.ipc.client import EngineClient
+from tiercel.ipc.replicas import Replicas
 from tiercel.ipc.supervisor import EngineState
 from tiercel.serve.http.access import KEY_DIGEST
 from tiercel.serve.http.errors import overload_error
@@ -54,7 +55,7 @@ class ServerState:
 
     Attributes:
         settings: settings of the server.
-        client: client of the engine process.
+        client: client of the engine process, or of several.
         metrics: metrics of this application.
         model: the served model; None until the engine is ready for the first time.
         is_draining: whether the server shuts down and accepts no new requests.
@@ -68,7 +69,7 @@ class ServerState:
     """
 
     settings: ServeSettings
-    client: EngineClient
+    client: EngineClient | Replicas
     metrics: Metrics
     model: ServedModel | None = None
     is_draining: bool = False

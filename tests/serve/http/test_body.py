@@ -20,6 +20,7 @@ from tiercel.params import LIMITS, Limits
 from tiercel.serve.api.request_body import read_body
 from tiercel.serve.http.body import MAX_LOOP_BYTES, Int64, decode, scan
 from tiercel.serve.http.errors import error_response
+from tiercel.serve.http.metrics import EngineGauges
 
 pytestmark = pytest.mark.reliability
 
@@ -343,7 +344,7 @@ def test_a_body_over_256_kib_is_decoded_off_the_loop():
 def test_unknown_fields_are_counted_or_refused():
     response, metrics = post(b'{"zeta": 1, "n": 2}')
     assert response.json() == {"n": 2}
-    text = metrics.render(num_running=0, num_waiting=0, num_restarts=0, num_template_kills=0)
+    text = metrics.render([EngineGauges()], num_template_kills=0)
     assert b'tiercel:unknown_fields_total{engine="0",model_name=""} 1.0' in text
     response, _ = post(b'{"zeta": 1, "n": 2}', is_strict=True)
     assert response.status_code == 400

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.fake_client import FakeClient, ask, fake_info
 from tiercel.ipc.messages import EngineStats
-from tiercel.serve.http.metrics import FinishedRequest, Metrics
+from tiercel.serve.http.metrics import EngineGauges, FinishedRequest, Metrics
 
 # As vLLM's dashboards and autoscalers ask for them.
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
@@ -41,8 +41,8 @@ DONE = FinishedRequest(
 
 
 def render(metrics, **changes):
-    numbers = {"num_running": 0, "num_waiting": 0, "num_restarts": 0, "num_template_kills": 0}
-    return metrics.render(**{**numbers, **changes}).decode()
+    num_kills = changes.pop("num_template_kills", 0)
+    return metrics.render([EngineGauges(**changes)], num_kills).decode()
 
 
 def read(text):

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from tiercel.ipc.supervisor import EngineState
 from tiercel.serve.http.errors import JSON_TYPE, client_error
-from tiercel.serve.http.metrics import CONTENT_TYPE
+from tiercel.serve.http.metrics import CONTENT_TYPE, EngineGauges
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import ServerState
@@ -39,12 +39,14 @@ class Health(Struct, frozen=True):
 class Ready(Struct, frozen=True, omit_defaults=True):
     """Whether requests are accepted.
 
-    `progress` of the start, 0 to 1, only rises; `reason` is set if the engine is dead.
+    `progress` of the start, 0 to 1, only rises; `reason` is set if the engine is dead. Of several
+    engines `engines_ready` is the number of those that accept requests.
     """
 
     status: Literal["ready", "loading", "restarting", "draining", "dead"]
     progress: float | None = None
     reason: str | None = None
+    engines_ready: int | None = None
 
 
 class Version(Struct, frozen=True):
@@ -146,10 +148,12 @@ def _health(state: ServerState) -> Route:
 def _ready(state: ServerState) -> Route:
     async def ready(_request: Request) -> Response:
         status = _ready_status(state)
+        engines = [client.state is EngineState.READY for client in state.client.replicas]
+        num_ready = None if len(engines) == 1 else sum(engines)
         if status == "ready":
-            return json_response(Ready("ready"))
+            return json_response(Ready("ready", engines_ready=num_ready))
         reason = str(state.client.final_error) if status == "dead" else None
-        answer = json_response(Ready(status, round(state.progress, 3), reason), 503)
+        answer = json_response(Ready(status, round(state.progress, 3), reason, num_ready), 503)
         answer.headers["retry-after"] = _RETRY_SECONDS[status]
         return answer
 
@@ -178,13 +182,16 @@ def _version() -> Route:
 
 def _metrics(state: ServerState) -> Route:
     async def metrics(_request: Request) -> Response:
-        client = state.client
-        text = state.metrics.render(
-            num_running=client.num_running,
-            num_waiting=client.num_waiting,
-            num_restarts=client.num_restarts,
-            num_template_kills=state.template_workers.num_kills,
-        )
+        engines = [
+            EngineGauges(
+                client.num_running,
+                client.num_waiting,
+                client.num_restarts,
+                client.state is EngineState.READY,
+            )
+            for client in state.client.replicas
+        ]
+        text = state.metrics.render(engines, state.template_workers.num_kills)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     return Route("/metrics", metrics)
@@ -207,7 +214,7 @@ def _model_routes(state: ServerState) -> list[BaseRoute]:
         return json_response(
             Props(
                 default_generation_settings=GenerationSettings(info.max_model_len),
-                total_slots=info.max_num_seqs,
+                total_slots=model.num_rows,
                 model_alias=model.name,
                 chat_template=info.chat_template or "",
                 build_info=f"tiercel {__version__}",

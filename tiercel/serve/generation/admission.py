@@ -53,7 +53,7 @@ def check_queue(model: ServedModel, num_answers: int, limits: Limits) -> None:
     Raises:
         InvalidRequestError: more completions than may run and wait.
     """
-    most = limits.max_waiting_requests + model.info.max_num_seqs
+    most = limits.max_waiting_requests + model.num_rows
     if num_answers > most:
         raise InvalidRequestError(
             f"{num_answers} answers in one request are more than this server runs and queues.",

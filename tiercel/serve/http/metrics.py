@@ -1,14 +1,14 @@
 """Prometheus metrics with vLLM's names, so that its dashboards work.
 
-There is one registry per application. The labels `model_name` and `engine` are added when the
-metrics are read, because the model's name is not known when counting begins. The engine's counts
-arrive as totals of one engine process. The growth since its previous message is added here, so that
-a counter never falls when the engine is restarted.
+There is a registry for each engine and one for what the server counts. The labels `model_name` and
+`engine` are added when the metrics are read, because the model's name is not known when counting
+begins. An engine's counts arrive as totals of one engine process. The growth since its previous
+message is added here, so that a counter never falls when the engine is restarted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -79,22 +79,38 @@ class FinishedRequest:
     decode_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineGauges:
+    """Values of one engine now.
+
+    Attributes:
+        num_running: requests in it.
+        num_waiting: requests that wait for it.
+        num_restarts: processes of it after the first, so far.
+        is_ready: whether it takes requests.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_restarts: int = 0
+    is_ready: bool = False
+
+
 class Metrics:
     """All metrics of one server."""
 
-    def __init__(self, prefix: str = "tiercel") -> None:
+    def __init__(self, prefix: str = "tiercel", num_engines: int = 1) -> None:
         self._registry = CollectorRegistry()
         self._model_name = ""
-        self._seen = EngineStats()
-        self._rendered = (0, 0)
-        self._engine = _EngineMetrics(prefix, self._registry)
+        self._num_template_kills = 0
+        self._engines = [_EngineMetrics(prefix) for _ in range(num_engines)]
         self._requests = _RequestMetrics(prefix, self._registry)
         self._server = _ServerMetrics(prefix, self._registry)
 
-    def set_model(self, name: str, info: EngineInfo) -> None:
-        """Name the model and describe its cache; called whenever an engine is ready."""
+    def set_model(self, name: str, info: EngineInfo, engine: int = 0) -> None:
+        """Name the model and describe the cache of an engine; called whenever one is ready."""
         self._model_name = name
-        self._engine.cache_config.info(
+        self._engines[engine].cache_config.info(
             {
                 "block_size": str(info.block_size),
                 "num_gpu_blocks": str(info.num_blocks),
@@ -104,23 +120,13 @@ class Metrics:
             }
         )
 
-    def take_stats(self, stats: EngineStats) -> None:
-        """Add the engine's counts since its previous message."""
-        seen = self._seen if stats.num_steps >= self._seen.num_steps else EngineStats()
-        for counter, field in self._engine.totals:
-            counter.inc(max(0, getattr(stats, field) - getattr(seen, field)))
-        before = dict(enumerate(seen.accepted_per_pos))
-        for position, count in enumerate(stats.accepted_per_pos):
-            growth = max(0, count - before.get(position, 0))
-            self._engine.accepted_per_pos.labels(str(position)).inc(growth)
-        for num_tokens in stats.iteration_tokens:
-            self._engine.iteration_tokens.observe(num_tokens)
-        self._engine.cache_usage.set(stats.kv_cache_usage)
-        self._seen = stats
+    def take_stats(self, stats: EngineStats, engine: int = 0) -> None:
+        """Add an engine's counts since its previous message."""
+        self._engines[engine].take(stats)
 
-    def forget_engine(self) -> None:
+    def forget_engine(self, engine: int = 0) -> None:
         """Start from zero, as a new engine process does: its totals are all growth."""
-        self._seen = EngineStats()
+        self._engines[engine].seen = EngineStats()
 
     def observe_first_token(self, seconds: float) -> None:
         """Count the first token of a completion, this long after its request."""
@@ -173,52 +179,62 @@ class Metrics:
         """Count the unknown fields of a request."""
         self._server.unknown_fields.inc(count)
 
-    def render(
-        self, *, num_running: int, num_waiting: int, num_restarts: int, num_template_kills: int
-    ) -> bytes:
+    def render(self, engines: Sequence[EngineGauges], num_template_kills: int) -> bytes:
         """All metrics as text.
 
         Args:
-            num_running: requests in the engine now.
-            num_waiting: requests that wait for the engine now.
-            num_restarts: engine processes after the first, so far.
+            engines: values of each engine now.
             num_template_kills: template processes that were killed so far.
         """
-        self._engine.running.set(num_running)
-        self._engine.waiting.set(num_waiting)
-        totals = (num_restarts, num_template_kills)
-        for counter, now, before in zip(
-            (self._server.restarts, self._server.template_kills),
-            totals,
-            self._rendered,
-            strict=True,
-        ):
-            counter.inc(now - before)
-        self._rendered = totals
-        labels = {"model_name": self._model_name, "engine": "0"}
-        return generate_latest(_Labelled(self._registry, labels))
+        for engine, gauges in zip(self._engines, engines, strict=True):
+            engine.set(gauges)
+        self._server.template_kills.inc(num_template_kills - self._num_template_kills)
+        self._num_template_kills = num_template_kills
+        whole = "0" if len(engines) == 1 else "all"
+        registries = {str(number): engine.registry for number, engine in enumerate(self._engines)}
+        labelled = [*registries.items(), (whole, self._registry)]
+        return generate_latest(_Labelled(labelled, self._model_name))
 
 
 class _Labelled(Collector):
-    """Adds labels to everything in a registry."""
+    """Joins registries; adds labels to everything in them."""
 
-    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
-        self._registry = registry
-        self._labels = labels
+    def __init__(
+        self, registries: Sequence[tuple[str, CollectorRegistry]], model_name: str
+    ) -> None:
+        """Set up.
+
+        Args:
+            registries: label `engine` of each registry.
+            model_name: label of all.
+        """
+        self._registries = registries
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [
-                sample._replace(labels={**self._labels, **sample.labels})
-                for sample in metric.samples
-            ]
-            yield metric
+        families: dict[str, Metric] = {}
+        for engine, registry in self._registries:
+            labels = {"model_name": self._model_name, "engine": engine}
+            for metric in registry.collect():
+                samples = [s._replace(labels={**labels, **s.labels}) for s in metric.samples]
+                family = families.setdefault(metric.name, metric)
+                family.samples = samples if family is metric else family.samples + samples
+        yield from families.values()
 
 
 class _EngineMetrics:
-    """Metrics that the engine counts."""
+    """Metrics of one engine."""
 
-    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+    def __init__(self, prefix: str) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.seen = EngineStats()  # in its last message
+        self._num_restarts = 0
+        self.ready = Gauge(
+            f"{prefix}:engine_ready", "Whether an engine takes requests, 0 or 1.", registry=registry
+        )
+        self.restarts = Counter(
+            f"{prefix}:engine_restarts", "Engine processes after the first.", registry=registry
+        )
         self.running = Gauge(
             f"{prefix}:num_requests_running", "Requests in the engine.", registry=registry
         )
@@ -264,6 +280,28 @@ class _EngineMetrics:
             ["position"],
             registry=registry,
         )
+
+    def set(self, gauges: EngineGauges) -> None:
+        """Set what is read when metrics are."""
+        self.running.set(gauges.num_running)
+        self.waiting.set(gauges.num_waiting)
+        self.ready.set(gauges.is_ready)
+        self.restarts.inc(gauges.num_restarts - self._num_restarts)
+        self._num_restarts = gauges.num_restarts
+
+    def take(self, stats: EngineStats) -> None:
+        """Add the counts since the previous message."""
+        seen = self.seen if stats.num_steps >= self.seen.num_steps else EngineStats()
+        for counter, field in self.totals:
+            counter.inc(max(0, getattr(stats, field) - getattr(seen, field)))
+        before = dict(enumerate(seen.accepted_per_pos))
+        for position, count in enumerate(stats.accepted_per_pos):
+            growth = max(0, count - before.get(position, 0))
+            self.accepted_per_pos.labels(str(position)).inc(growth)
+        for num_tokens in stats.iteration_tokens:
+            self.iteration_tokens.observe(num_tokens)
+        self.cache_usage.set(stats.kv_cache_usage)
+        self.seen = stats
 
 
 class _RequestMetrics:
@@ -326,4 +364,3 @@ class _ServerMetrics:
         self.disconnects = counter("client_disconnects", "Clients that left early.")
         self.unknown_fields = counter("unknown_fields", "Request fields that no route knows.")
         self.template_kills = counter("template_kills", "Template processes that were killed.")
-        self.restarts = counter("engine_restarts", "Engine processes after the first.")

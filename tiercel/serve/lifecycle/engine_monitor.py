@@ -7,7 +7,8 @@ import contextlib
 import logging
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Final
 
@@ -16,6 +17,7 @@ import msgspec
 from tiercel import env
 from tiercel.errors import TiercelError
 from tiercel.grammar.matcher import read_token_table
+from tiercel.ipc.client import EngineClient
 from tiercel.ipc.messages import EngineInfo
 from tiercel.ipc.supervisor import EngineState
 from tiercel.ipc.tokenizer_wire import unpack_tokenizer
@@ -37,8 +39,25 @@ _TICK_SECONDS: Final = 1.0
 _REPORT_SECONDS: Final = 10.0
 
 
+@dataclass(slots=True)
+class _Engine:
+    """One engine that accepts requests.
+
+    Attributes:
+        client: client of it.
+        throughput: reader of its counters.
+        info: description of the process that was ready last.
+        num_restarts: number of restarts that were noticed.
+    """
+
+    client: EngineClient
+    throughput: Throughput
+    info: EngineInfo | None
+    num_restarts: int
+
+
 class EngineMonitor:
-    """Monitor of the engine, with two tasks: one waits for the engine, one reports."""
+    """Monitor of the engines, with two tasks: one waits for them, one reports."""
 
     def __init__(
         self,
@@ -57,9 +76,8 @@ class EngineMonitor:
         self._make_app = make_app
         self._clock = clock
         self._startup = state.startup
-        self._throughput: Throughput | None = None  # None until requests are accepted
+        self._engines: list[_Engine] = []  # none until requests are accepted
         self._tasks: list[asyncio.Task[None]] = []
-        self._num_restarts = 0
 
     def start(self) -> None:
         """Start the tasks."""
@@ -86,16 +104,19 @@ class EngineMonitor:
 
     async def _serve_model(self) -> None:
         state = self._state
-        state.client.on_progress = self._startup.on_progress
+        # All take the same time; the stages of one tell how far they are.
+        state.client.replicas[0].on_progress = self._startup.on_progress
         await state.client.start()
         info = await state.client.wait_ready()
         model = await state.run_in_thread(make_model, state, info)
         if state.settings.warms_up:
             await warm_up(state, model, self._make_app, self._startup.on_warmup)
-        state.client.on_stats = state.metrics.take_stats
-        state.metrics.set_model(model.name, info)
+        for number, client in enumerate(state.client.replicas):
+            client.on_stats = partial(state.metrics.take_stats, engine=number)
+            state.metrics.set_model(model.name, client.info or info, number)
+            throughput = Throughput(self._clock())
+            self._engines.append(_Engine(client, throughput, client.info, client.num_restarts))
         state.model = model
-        self._throughput = Throughput(self._clock())
         self._startup.end()
         _log_ready(
             model,
@@ -108,31 +129,41 @@ class EngineMonitor:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             self._renew()
-            if self._throughput is not None:
-                self._log_throughput(self._throughput)
+            for number, engine in enumerate(self._engines):
+                self._log_throughput(number, engine)
 
     def _renew(self) -> None:
         """Take over the description of a restarted engine: its cache may have another size."""
-        state, client = self._state, self._state.client
-        if client.num_restarts != self._num_restarts:
-            self._num_restarts = client.num_restarts
-            state.metrics.forget_engine()
-            if self._throughput is not None:
-                self._throughput.forget_engine()
-        model, info = state.model, client.info
-        if model is None or info is None or client.state is not EngineState.READY:
+        state, model = self._state, self._state.model
+        for number, engine in enumerate(self._engines):
+            client, info = engine.client, engine.client.info
+            if client.num_restarts != engine.num_restarts:
+                engine.num_restarts = client.num_restarts
+                state.metrics.forget_engine(number)
+                engine.throughput.forget_engine()
+            if model is None or info is None or client.state is not EngineState.READY:
+                continue
+            if info is not engine.info:
+                engine.info = info
+                state.metrics.set_model(model.name, info, number)
+                self._startup.end()
+                _LOG.info("%s is ready again", self._name(number) or "the engine")
+        smallest = state.client.info
+        if model is None or smallest is None or state.client.state is not EngineState.READY:
             return
-        if info is not model.info:
-            state.model = replace(model, info=info)
-            state.metrics.set_model(model.name, info)
-            self._startup.end()
-            _LOG.info("the engine is ready again")
+        if smallest is not model.info:
+            state.model = replace(model, info=smallest)
 
-    def _log_throughput(self, throughput: Throughput) -> None:
-        client = self._state.client
-        rates = throughput.take(client.stats, self._clock(), _REPORT_SECONDS)
+    def _name(self, number: int) -> str:
+        """The name of an engine in the log if there are several."""
+        return f"engine {number}" if len(self._engines) > 1 else ""
+
+    def _log_throughput(self, number: int, engine: _Engine) -> None:
+        client = engine.client
+        rates = engine.throughput.take(client.stats, self._clock(), _REPORT_SECONDS)
         if rates is not None:
-            fields = {
+            fields: dict[str, object] = {"engine": number} if len(self._engines) > 1 else {}
+            fields |= {
                 "prompt_tokens_per_s": rates.prompt,
                 "generation_tokens_per_s": rates.generation,
                 "running": client.num_running,
@@ -176,6 +207,7 @@ def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
         grammars=make_checker(state, tokenizer, info.vocab_size),
         sampling=_defaults(state.settings, info),
         created=created_now(),
+        num_engines=len(state.client.replicas),
     )
 
 
@@ -212,6 +244,8 @@ def _log_ready(model: ServedModel, url: str, *, needs_key: bool) -> None:
     }
     if model.info.tensor_parallel_size > 1:
         fields["ranks"] = model.info.tensor_parallel_size
+    if model.num_engines > 1:
+        fields["engines"] = model.num_engines
     _LOG.info("ready", extra={"fields": fields})
     key = " -H 'authorization: Bearer '$TIERCEL_API_KEY" if needs_key else ""
     path = "chat/completions"

@@ -1,0 +1,144 @@
+"""A server with several engines: all answer, one is lost, and all end with the server."""
+
+import os
+import re
+import signal
+import threading
+
+import pytest
+
+from tests.cli.harness import error_line, tiercel
+from tests.patience import PATIENCE_S, wait_for
+from tests.serve.harness import NAME, check_alive, children_of, is_running, start_server
+from tests.serve.lifecycle.test_ranks import CPU_RANKS, processes_of
+
+pytestmark = pytest.mark.reliability
+LONG = {"model": NAME, "prompt": "a", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tiny, tmp_path_factory):
+    log_path = tmp_path_factory.mktemp("log") / "server.log"
+    with start_server(tiny, "--replicas", 2, log_path=log_path) as running:
+        yield running
+
+
+def values_of(server, name):
+    """A metric by the number of the engine."""
+    pattern = rf'^tiercel:{name}{{engine="(\w+)",model_name="{NAME}"}} (\S+)$'
+    return {e: float(v) for e, v in re.findall(pattern, server.get("/metrics").text, re.MULTILINE)}
+
+
+class Call(threading.Thread):
+    """A long request on a thread of its own."""
+
+    def __init__(self, server, prompt):
+        super().__init__()
+        self.server, self.body = server, {**LONG, "prompt": prompt}
+        self.response = None
+        self.start()
+
+    def run(self):
+        self.response = self.server.post("/v1/completions", self.body)
+
+
+def test_all_engines_answer(server):
+    """Each route; requests that come together go to both engines."""
+    assert len(processes_of(server)) == 2
+    assert " engines=2" in server.log
+    assert server.get("/ready").json() == {"status": "ready", "engines_ready": 2}
+    assert values_of(server, "engine_ready") == {"0": 1, "1": 1}
+    before = values_of(server, "generation_tokens_total")
+    calls = [Call(server, letter) for letter in "abcd"]
+    for call in calls:
+        call.join()
+        assert call.response.json()["usage"]["completion_tokens"] == 1900
+    after = values_of(server, "generation_tokens_total")
+    assert {engine: after[engine] - before[engine] for engine in after} == {"0": 3800, "1": 3800}
+    chat = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    assert server.post("/v1/chat/completions", chat).status_code == 200
+    score = {"model": NAME, "query": "a", "items": ["b", "c"], "labels": ["d", "e"]}
+    assert server.post("/v1/score", score).status_code == 200
+    assert values_of(server, "score_items_total") == {"all": 2}
+    many = {**LONG, "n": 5, "max_tokens": 4, "temperature": 1}
+    choices = server.post("/v1/completions", many).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4]
+    check_alive(server)
+
+
+def test_one_engine_is_lost_and_nobody_else_notices(server):
+    calls = [Call(server, letter) for letter in "ab"]
+    wait_for(lambda: set(values_of(server, "num_requests_running").values()) == {1})
+    os.kill(processes_of(server)[0], signal.SIGKILL)
+    wait_for(
+        lambda: values_of(server, "engine_ready")["0"] + values_of(server, "engine_ready")["1"] < 2
+    )
+    for _ in range(3):
+        check_alive(server)
+    for call in calls:
+        call.join()
+    lost, kept = sorted((call.response for call in calls), key=lambda r: -r.status_code)
+    assert (lost.status_code, kept.status_code) == (503, 200)
+    assert lost.json()["error"]["code"] == "engine_restarting"
+    assert kept.json()["usage"]["completion_tokens"] == 1900
+    wait_for(lambda: server.get("/ready").json().get("engines_ready") == 2, 3 * PATIENCE_S)
+    assert len(processes_of(server)) == 2
+    assert values_of(server, "engine_restarts_total") in ({"0": 1, "1": 0}, {"0": 0, "1": 1})
+    wait_for(lambda: re.search(r"engine \d is ready again", server.log))
+    assert re.search(r"engine \d process ended: it was ended by signal SIGKILL", server.log)
+    check_alive(server)
+
+
+def test_clients_that_leave_free_their_rows(server):
+    for letter in "abcdef":
+        with server.connect() as sock:
+            body = b'{"model": "%s", "prompt": "%s", "max_tokens": 1900, "ignore_eos": true}'
+            body %= (NAME.encode(), letter.encode())
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            )
+            wait_for(lambda: sum(values_of(server, "num_requests_running").values()) > 0)
+    wait_for(lambda: set(values_of(server, "num_requests_running").values()) == {0})
+    wait_for(lambda: set(values_of(server, "kv_cache_usage_perc").values()) == {0})
+    check_alive(server)
+
+
+def test_a_signal_lets_requests_finish_and_ends_every_process(tiny, log_path):
+    quick = ("--replicas", 2, "--enable-fault-injection")  # which leaves out rehearsals
+    with start_server(tiny, *quick, log_path=log_path) as server:
+        calls = [Call(server, letter) for letter in "ab"]
+        wait_for(lambda: set(values_of(server, "num_requests_running").values()) == {1})
+        children = children_of(server.process.pid)
+        assert server.stop() == 0
+        for call in calls:
+            call.join()
+            assert call.response.json()["usage"]["completion_tokens"] == 1900
+        wait_for(lambda: not any(map(is_running, children)))
+
+
+@pytest.mark.slow
+def test_each_engine_has_ranks_of_its_own(tiny, log_path):
+    with start_server(tiny, "--replicas", 2, "-tp", 2, log_path=log_path, env=CPU_RANKS) as server:
+        assert len(processes_of(server)) == 4
+        os.kill(processes_of(server)[-1], signal.SIGKILL)
+        for _ in range(3):
+            check_alive(server)
+        wait_for(lambda: server.get("/ready").json().get("engines_ready") == 2, 3 * PATIENCE_S)
+        assert len(processes_of(server)) == 4
+        check_alive(server)
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "65", "two", "1.5"])
+def test_a_wrong_number_is_one_line(number):
+    line = error_line(tiercel("serve", "missing.gguf", "--replicas", number), status=2)
+    assert "--replicas" in line
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF")
+    process = tiercel("serve", path, "--port", "0", "--replicas", "2")
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1].startswith("error: broken.gguf: the file has 4 bytes")
+    assert "Traceback" not in process.stderr
