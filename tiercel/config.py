@@ -147,6 +147,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         expert_parallel: whether ranks hold whole experts of a layer, else a part of each.
         replica: number of this engine among those of this machine that serve the same model.
         num_replicas: engines of this machine that serve it; each has GPUs of its own.
+        ranks_per_host: consecutive ranks that are on one host; 0: all of them.
     """
 
     model: str | None = None
@@ -170,3 +171,4 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: bool = False
     replica: int = 0
     num_replicas: int = 1
+    ranks_per_host: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import platformdirs
@@ -29,6 +29,8 @@ _SETTINGS = (
     "TIERCEL_BUILD_NATIVE",  # of the build hook
     "TIERCEL_TEST_MODELS",  # of the project's tests
 )
+# What an engine on another host has from the server; paths of caches are those of its host.
+_SHARED = (*_SWITCHES, "TIERCEL_MODEL", "TIERCEL_OFFLINE", "TIERCEL_FAULTS", "TIERCEL_CPU")
 _PREFIX = "TIERCEL_"
 _CUTOFF = 0.57  # of difflib, after the prefix: SERVE_PORT is near PORT, SERVICE_HOST is not
 # Secrets of the server and of its trace collector: only the server's own process needs them.
@@ -311,14 +313,26 @@ def faults() -> str:
     return os.environ.get("TIERCEL_FAULTS", "")
 
 
-def child_environment(*, has_hub_token: bool = False) -> dict[str, str]:
+def shared_variables() -> dict[str, str]:
+    """The variables of this process that an engine on another host must have too."""
+    return {name: value for name in _SHARED if (value := os.environ.get(name, ""))}
+
+
+def child_environment(
+    *, has_hub_token: bool = False, shared: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The environment that a child process (pip, the engine) inherits: this one without secrets.
 
     Args:
         has_hub_token: whether the child uses the model hub, so that it needs the hub's token.
+        shared: `shared_variables` of the server on another host, in place of this host's; None:
+            the server is this process.
     """
-    hidden = _SERVER_SECRETS if has_hub_token else _SERVER_SECRETS + _HUB_SECRETS
-    return {name: value for name, value in os.environ.items() if name not in hidden}
+    hidden = {*_SERVER_SECRETS, *(() if has_hub_token else _HUB_SECRETS)}
+    if shared is not None:
+        hidden.update(_SHARED)
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    return inherited | dict(shared or {})
 
 
 def forbid_multicast() -> None:

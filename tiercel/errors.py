@@ -97,6 +97,14 @@ class EngineDeadError(TiercelError):
     retry_after_s: int | None = 1
 
 
+class NoHostError(TiercelError):
+    """No host of a cluster takes an engine now: the message says what was waited for."""
+
+    http_status = 503
+    code = "engine_restarting"
+    retry_after_s: int | None = 1
+
+
 class EngineDiedTwiceError(TiercelError):
     """Two engines ended while they worked on the same request: it may end a third one."""
 

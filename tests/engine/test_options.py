@@ -193,6 +193,9 @@ def test_ranks_need_gpus_of_their_own(monkeypatch):
     with pytest.raises(ArgumentError, match=r"=8: this machine has 6 GPU\(s\)") as caught:
         resolve_ranks(8, first)
     assert caught.value.hint == "Use up to 4."
+    assert resolve_ranks(16, first, 4) == 16, "the others are on other hosts"
+    with pytest.raises(ArgumentError, match=r"=16: this machine has 6 GPU\(s\)"):
+        resolve_ranks(16, first, 8)
     with pytest.raises(ArgumentError, match="begins at the first GPU, but the device is cuda:1"):
         resolve_ranks(2, second)
     for count in (3, 6, 48):
@@ -207,11 +210,12 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch):
     cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
 
-    def own(replica, num_replicas, num_ranks, device=first, rank=0):
-        options = LoadOptions(replica=replica, num_replicas=num_replicas)
+    def own(replica, num_replicas, num_ranks, device=first, rank=0, per_host=0):
+        options = LoadOptions(replica=replica, num_replicas=num_replicas, ranks_per_host=per_host)
         return resolve_own_device(options, device, num_ranks, rank).index
 
     assert [own(0, 1, 4, rank=rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert [own(0, 1, 8, rank=rank, per_host=2) for rank in range(8)] == 4 * [0, 1]
     assert own(0, 1, 1, second) == 1
     assert [own(replica, 6, 1) for replica in range(6)] == [0, 1, 2, 3, 4, 5]
     assert [own(replica, 3, 2) for replica in range(3)] == [0, 2, 4]

@@ -45,7 +45,7 @@ from tiercel.ipc.messages import (
     split_prompt_logprobs,
 )
 from tiercel.ipc.process import EngineLink
-from tiercel.ipc.spawn import _Connection
+from tiercel.ipc.spawn import Connection
 from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
 from tiercel.request.request import Request, TokenLogprobs
@@ -232,7 +232,7 @@ def test_each_side_takes_what_the_other_may_send():
     async def main():
         for limit in (MAX_FROM_ENGINE_BYTES, MAX_FROM_ENGINE_BYTES + 1):
             transport, heard = mock.Mock(), []
-            connection = _Connection(heard.append)
+            connection = Connection(heard.append)
             connection.connection_made(transport)
             connection.data_received(encode(FROM_ENGINE[0]) + limit.to_bytes(4, "little"))
             assert heard == FROM_ENGINE[:1]

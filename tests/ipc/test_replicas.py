@@ -4,16 +4,17 @@ import asyncio
 import random
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from tests.engine_process import QUICK, read
 from tests.ipc.test_client import fake_info
 from tiercel.config import LoadOptions
-from tiercel.errors import EngineDeadError, EngineDiedTwiceError, QueueFullError
+from tiercel.errors import ArgumentError, EngineDeadError, EngineDiedTwiceError, QueueFullError
 from tiercel.ipc.client import MAX_UNSENT_BYTES, EngineClient
 from tiercel.ipc.messages import Delta, Entered, Outputs, PromptProgress, Ready
+from tiercel.ipc.nodes import Cluster
 from tiercel.ipc.replicas import Replicas
+from tiercel.ipc.siblings import Siblings
 from tiercel.ipc.streams import ANSWER_TOKENS
 from tiercel.ipc.supervisor import EngineState
 from tiercel.params import SamplingParams
@@ -30,11 +31,14 @@ def info_of(**fields):
 
 def open_replicas(count=2, *, max_waiting=512, is_started=True, **fields):
     """Engines without processes, ready."""
-
-    def make(_number, siblings):
-        return EngineClient(LoadOptions(), max_waiting=max_waiting, siblings=siblings)
-
-    replicas = Replicas(count, make, max_waiting=max_waiting, settings=QUICK)
+    siblings = Siblings(QUICK.window_s)
+    replicas = Replicas(
+        [
+            EngineClient(LoadOptions(), max_waiting=max_waiting, siblings=siblings)
+            for _ in range(count)
+        ],
+        max_waiting=max_waiting,
+    )
     for number in range(count):
         make_ready(replicas, number, **fields)
     replicas._has_started = is_started
@@ -278,9 +282,29 @@ def test_an_engine_that_does_not_read_gets_nothing_more():
 def test_each_engine_knows_its_number():
     from tiercel.cli.serve import make_client as make_all
 
-    options = LoadOptions(num_replicas=3)
-    replicas = make_all(options, 5, QUICK).replicas
-    expected = [msgspec.structs.replace(options, replica=number) for number in range(3)]
-    assert [client._supervisor._options for client in replicas] == expected
+    def options_of(client):
+        return client._supervisor._start_engine.args[-1]
+
+    replicas = make_all(LoadOptions(seed=7), 3, 5, QUICK, None).replicas
+    expected = [LoadOptions(seed=7, replica=number, num_replicas=3) for number in range(3)]
+    assert [options_of(client) for client in replicas] == expected
     assert len({id(client._siblings) for client in replicas}) == 1
-    assert len(make_all(LoadOptions(), 5, QUICK).replicas) == 1
+    (alone,) = make_all(LoadOptions(seed=7), 1, 5, QUICK, None).replicas
+    assert options_of(alone) == LoadOptions(seed=7)
+    far = make_all(LoadOptions(seed=7), 3, 5, QUICK, Cluster("head", 6379, "me")).replicas
+    assert [options_of(client) for client in far] == [LoadOptions(seed=7)] * 3
+    assert len({id(client._siblings) for client in far}) == 1
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "max_num_seqs", "dtype"])
+def test_engines_of_different_models_are_no_replicas(field):
+    """All but the field are equal; the cache of each may have a size of its own."""
+    replicas = open_replicas(3)
+    values = {"tokenizer": b"x", "max_num_seqs": 7, "dtype": "float64"}
+    make_ready(replicas, 1, num_blocks=7)
+    for client in replicas.replicas:
+        client._supervisor._settled.set()
+    assert asyncio.run(replicas.wait_ready()).num_blocks == 7
+    make_ready(replicas, 2, **{field: values[field]})
+    with pytest.raises(ArgumentError, match=f"engine 2 differs from engine 0 in {field}"):
+        asyncio.run(replicas.wait_ready())

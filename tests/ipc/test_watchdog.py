@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from tiercel.ipc.messages import (
     Stats,
 )
 from tiercel.ipc.siblings import OpenedFiles
+from tiercel.ipc.spawn import start_engine
 from tiercel.ipc.supervisor import (
     EngineState,
     RestartPolicy,
@@ -35,7 +37,7 @@ TICKS = 10  # in which the least time of a watchdog is counted
 def make_supervisor(settings=None, is_busy=lambda: True):
     heard = []
     made = Supervisor(
-        LoadOptions(),
+        partial(start_engine, LoadOptions()),
         settings or SupervisorSettings(),
         heard.append,
         lambda *_: None,
@@ -76,7 +78,7 @@ class FakeEngine:
         self.calls.append("stacks")
 
     def give_up(self, why):
-        self.calls.append(why)
+        self.calls.append(str(why))
 
 
 SIGNS = (Outputs(0.0, 0, (), ()), Stats(EngineStats()), Advanced(0.1))

@@ -12,6 +12,8 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,8 +34,8 @@ from tiercel.params import LIMITS, Limits, SamplingDefaults, SamplingParams
 if TYPE_CHECKING:
     from tiercel.config import LoadOptions
     from tiercel.ipc.client import EngineClient
+    from tiercel.ipc.nodes import Cluster
     from tiercel.ipc.replicas import Replicas
-    from tiercel.ipc.siblings import Siblings
     from tiercel.ipc.supervisor import SupervisorSettings
     from tiercel.serve.http.tracing import Tracing
     from tiercel.serve.settings import AccessSettings, ServeSettings
@@ -73,6 +75,7 @@ def serve(
     settings = make_settings(server, defaults, limits)
     settings = replace(settings, limits=fit_descriptors(settings.limits))
     tracing = make_tracing(server)
+    cluster = make_cluster(server)
     level = "error" if common.quiet else "debug" if common.verbose else server.log_level
     with _bound(server) as (sockets, url):
         show_status = set_up_logs(getattr(logging, level.upper()), server.log_format)
@@ -83,7 +86,8 @@ def serve(
         settings = replace(settings, url=url)
         options = _load_options(model, server, engine, batch, defaults)
         supervision = SupervisorSettings(heartbeat_s=server.hang_seconds)
-        client = make_client(options, settings.limits.max_waiting_requests, supervision)
+        most = settings.limits.max_waiting_requests
+        client = make_client(options, server.replicas, most, supervision, cluster)
         metrics = Metrics(settings.metrics_prefix, len(client.replicas))
         has_status = server.log_format == "text" and not common.quiet and has_colour()
         state = ServerState(
@@ -187,6 +191,27 @@ def make_tracing(server: ServerOptions) -> Tracing | None:
             hint="Install it: pip install 'tiercel[otel]'.",
         ) from None
     return Tracing(endpoint)
+
+
+def make_cluster(server: ServerOptions) -> Cluster | None:
+    """The Ray cluster whose hosts run the engines, if one is named; nothing is connected.
+
+    Raises:
+        UsageError: it is no address, or Ray is missing.
+    """
+    if server.nodes is None:
+        return None
+    from tiercel.ipc.nodes import Cluster
+
+    if find_spec("ray") is None:
+        raise UsageError(
+            "--nodes needs a package that is missing: ray.",
+            hint="Install it on all hosts: pip install 'tiercel[ray]'.",
+        )
+    try:
+        return Cluster.parse(server.nodes)
+    except ArgumentError as error:
+        raise UsageError(str(error), hint=error.hint) from error
 
 
 def make_limits(options: LimitOptions) -> Limits:
@@ -319,33 +344,46 @@ def _load_options(
         seed=defaults.seed,
         offline=engine.offline or None,
         enable_fault_injection=server.enable_fault_injection,
-        num_replicas=server.replicas,
     )
 
 
 def make_client(
-    options: LoadOptions, max_waiting: int, settings: SupervisorSettings
+    options: LoadOptions,
+    count: int,
+    max_waiting: int,
+    settings: SupervisorSettings,
+    cluster: Cluster | None,
 ) -> EngineClient | Replicas:
-    """The client of the engine, or of all of them; nothing is started."""
+    """The client of the engine, or of all of them; nothing is started.
+
+    Args:
+        options: of each engine.
+        count: engines.
+        max_waiting: requests that may wait.
+        settings: settings of restarts.
+        cluster: hosts of the engines; None: this machine.
+    """
     import msgspec
 
     from tiercel.ipc.client import EngineClient
     from tiercel.ipc.replicas import Replicas
+    from tiercel.ipc.siblings import Siblings
+    from tiercel.ipc.spawn import start_engine
 
-    count = options.num_replicas
-    if count == 1:
-        return EngineClient(options, max_waiting=max_waiting, settings=settings)
-
-    def make(number: int, siblings: Siblings) -> EngineClient:
-        return EngineClient(
-            msgspec.structs.replace(options, replica=number),
+    siblings = Siblings(settings.window_s, are_here=cluster is None)
+    here = count if cluster is None else 1  # Ray gives each engine GPUs of its own
+    clients = [
+        EngineClient(
+            msgspec.structs.replace(options, replica=number % here, num_replicas=here),
             max_waiting=max_waiting,
             settings=settings,
             siblings=siblings,
-            name=f"engine {number}",
+            name=f"engine {number}" if count > 1 else "",
+            start=start_engine if cluster is None else partial(cluster.start, count),
         )
-
-    return Replicas(count, make, max_waiting=max_waiting, settings=settings)
+        for number in range(count)
+    ]
+    return clients[0] if count == 1 else Replicas(clients, max_waiting=max_waiting)
 
 
 @contextlib.contextmanager

@@ -69,6 +69,14 @@ class ServerOptions:
             help="Engines, each with GPUs of its own.",
         ),
     ] = 1
+    nodes: Annotated[
+        str | None,
+        Parameter(
+            group=MODEL_GROUP,
+            help="Address of a Ray cluster whose hosts run the engines.",
+            show_default=False,
+        ),
+    ] = None
     no_ui: Annotated[bool, Parameter(negative="", help="Serve no web page.")] = False
     drain_seconds: Annotated[float, Parameter(help="For running requests at shutdown.")] = 30.0
     hang_seconds: Annotated[

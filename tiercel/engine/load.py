@@ -128,7 +128,7 @@ def load_model(
     faults = Faults.parse(env.faults(), is_enabled=options.enable_fault_injection, rank=peers.rank)
     source = open_model(model, options, report)
     config = resolve_config(source, options, peers.rank)
-    peers.check(facts_of(source, config))
+    peers.check(facts_of(source, config, has_one_host=not options.ranks_per_host))
     peers.connect(config.device)
     torch.set_num_threads(config.threads)
     if config.device.type == "cpu":
@@ -164,8 +164,10 @@ def open_model(
     return find_source(model, offline=options.offline, report=report)
 
 
-def facts_of(source: ModelSource, config: EngineConfig) -> dict[str, str]:
-    """What all ranks must have in common, for a comparison."""
+def facts_of(
+    source: ModelSource, config: EngineConfig, *, has_one_host: bool = True
+) -> dict[str, str]:
+    """What all ranks must have in common, for a comparison; copies of a file differ in time."""
     device = config.device
     is_cpu = device.type == "cpu"
     facts = {
@@ -178,7 +180,8 @@ def facts_of(source: ModelSource, config: EngineConfig) -> dict[str, str]:
     }
     for path in source.file_paths:
         stamp = read_stamp(path)
-        facts[path.name] = f"{stamp.num_bytes} bytes, written at {stamp.mtime_ns} ns"
+        written = f", written at {stamp.mtime_ns} ns" if has_one_host else ""
+        facts[path.name] = f"{stamp.num_bytes} bytes{written}"
     return facts
 
 
@@ -195,7 +198,7 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
     """
     env.switches()  # also those of another device: a wrong value is a mistake all the same
     device = resolve_device(options.device)
-    num_ranks = resolve_ranks(options.tensor_parallel_size, device)
+    num_ranks = resolve_ranks(options.tensor_parallel_size, device, options.ranks_per_host)
     check_sharding(source, num_ranks, expert_parallel=options.expert_parallel)
     sharding = Sharding(rank, num_ranks, expert_parallel=options.expert_parallel)
     device = resolve_own_device(options, device, num_ranks, rank)

@@ -77,8 +77,13 @@ def resolve_device(name: str | torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def resolve_ranks(value: object, device: torch.device) -> int:
+def resolve_ranks(value: object, device: torch.device, per_host: int = 0) -> int:
     """The number of ranks, each of which has a GPU of its own.
+
+    Args:
+        value: as given.
+        device: resolved.
+        per_host: ranks on each host; 0: all of them.
 
     Raises:
         ArgumentError: not a power of two, more than there are GPUs, or together with a device that
@@ -104,7 +109,7 @@ def resolve_ranks(value: object, device: torch.device) -> int:
             hint="Use --device cuda, and CUDA_VISIBLE_DEVICES to choose GPUs.",
         )
     num_gpus = torch.cuda.device_count()
-    if count > num_gpus:
+    if (per_host or count) > num_gpus:
         raise ArgumentError(
             f"tensor_parallel_size={count}: this machine has {num_gpus} GPU(s).",
             hint=f"Use up to {1 << (num_gpus.bit_length() - 1)}.",
@@ -130,6 +135,7 @@ def resolve_own_device(
     count = options.num_replicas
     if device.type == "cpu":
         return device
+    rank %= options.ranks_per_host or num_ranks
     if count == 1:
         return torch.device("cuda", (device.index or 0) + rank)
     if device.index:

@@ -16,6 +16,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Final
 
@@ -46,6 +47,7 @@ from tiercel.ipc.messages import (
     read_values,
 )
 from tiercel.ipc.siblings import Siblings
+from tiercel.ipc.spawn import StartEngine, start_engine
 from tiercel.ipc.streams import TokenStream
 from tiercel.ipc.supervisor import EngineState, Supervisor, SupervisorSettings
 from tiercel.params import LIMITS
@@ -80,6 +82,7 @@ class EngineClient:
         settings: SupervisorSettings | None = None,
         siblings: Siblings | None = None,
         name: str = "",
+        start: StartEngine = start_engine,
     ) -> None:
         """Set up; nothing is started.
 
@@ -89,6 +92,7 @@ class EngineClient:
             settings: settings of restarts and the heartbeat.
             siblings: all engines of the server; None: this one alone.
             name: name of the engine in the log if there are several.
+            start: starts a process, on this machine or another.
         """
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
@@ -106,7 +110,7 @@ class EngineClient:
         settings = settings or SupervisorSettings()
         self._siblings = siblings or Siblings(settings.window_s)
         self._supervisor = Supervisor(
-            options,
+            partial(start, options),
             settings,
             self._on_message,
             self._on_lost,
@@ -163,6 +167,11 @@ class EngineClient:
     def num_running(self) -> int:
         """Requests that have had a step and are not done."""
         return len(self._live) - len(self._waiting)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that are not done, those under way to the engine included."""
+        return len(self._live)
 
     @property
     def num_spare(self) -> int:

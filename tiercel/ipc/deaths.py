@@ -7,7 +7,7 @@ ready; two processes in a row ended before they were ready, for the same reason.
 
 from __future__ import annotations
 
-from tiercel.errors import EngineDeadError, InternalError, TiercelError
+from tiercel.errors import EngineDeadError, InternalError, NoHostError, TiercelError
 from tiercel.ipc.messages import ErrorInfo
 from tiercel.ipc.siblings import OpenedFiles
 from tiercel.loader.stamps import FileStamp, find_change
@@ -50,7 +50,9 @@ class Deaths:
     def note_cause(self, cause: ErrorInfo) -> None:
         """Note why the process has ended."""
         self._cause, self._is_explained = cause, True
-        early = None if self._is_ready else cause
+        # Hosts come back: that none was there twice says nothing about the next time.
+        is_early = not self._is_ready and cause.kind != NoHostError.__name__
+        early = cause if is_early else None
         self._has_repeated = early is not None and early == self._early
         self._early = early
 

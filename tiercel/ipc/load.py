@@ -7,6 +7,7 @@ from pathlib import Path
 from tiercel.config import LoadOptions
 from tiercel.engine.load import LoadedModel, Report, load_model
 from tiercel.engine.peers import OnFailure
+from tiercel.ipc.knock import Listener
 from tiercel.models.source import ModelSource
 
 
@@ -15,6 +16,7 @@ def load_ranks(
     options: LoadOptions,
     report: Report | None,
     on_failure: OnFailure | None = None,
+    listener: Listener | None = None,
 ) -> LoadedModel:
     """Load a model on all ranks that the options ask for; this process is rank 0.
 
@@ -24,6 +26,7 @@ def load_ranks(
         report: see `load_model`.
         on_failure: called on a thread of its own when another rank has failed, whatever this
             process is doing; steps and requests raise the same error.
+        listener: where ranks of other hosts knock, with `options.ranks_per_host`.
 
     Raises:
         TiercelError: see `load_model`; or what another rank refused.
@@ -32,4 +35,4 @@ def load_ranks(
         return load_model(model, options, report)
     from tiercel.ipc.ranks import load_several  # one rank starts without it
 
-    return load_several(model, options, report, on_failure)
+    return load_several(model, options, report, on_failure, listener)

@@ -3,14 +3,15 @@
 Free of PyTorch. A frame is ``u32 little-endian length, MessagePack of that length``; a message is a
 MessagePack array whose first item is its number (`tag`), then its fields in the order given here:
 
-    to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget   6 Join
+    to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget   6 Join   7 Place
     from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
                      22 Log  23 Failed  24 Embedding  25 Scores  26 Forgotten
                      27 PromptProgress  28 Advanced  29 Opened  30 ItemTokens
 
-`Start`, or `Join` in a process that becomes a rank of several (`rank_messages.py`), is the first
-message and comes once. A request is named by its key, a number that its client
-counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
+The first message comes once: `Start`, `Join` in a process that becomes a rank of several
+(`rank_messages.py`), or `Place` in one that finds hosts for an engine (`placer.py`). A request is
+named by its key, a number that its client counts up from 1; its id travels for the log alone.
+Closing the socket ends the engine.
 """
 
 from __future__ import annotations
@@ -183,9 +184,15 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Load a model."""
+    """Load a model.
+
+    Attributes:
+        options: options of the load.
+        token: the secret with which ranks of other hosts knock; b"" where there are none.
+    """
 
     options: LoadOptions
+    token: bytes = b""
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -200,6 +207,32 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=6):
     options: LoadOptions
     rank: int
     address: str
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Find hosts of a Ray cluster for an engine, and start it there.
+
+    Attributes:
+        cluster: ``host:port`` of the cluster's head.
+        num_ranks: processes of the engine.
+        num_engines: engines of the server, for the error when they are too many.
+        resource: what each rank needs one of: ``GPU`` or ``CPU``.
+        host: of the server, where the engine knocks.
+        port: the same.
+        token: the secret by which the server knows the engine, and ranks know each other.
+        seconds: after which there are no hosts.
+        shared: variables of the server's environment that the engine must have.
+    """
+
+    cluster: str
+    num_ranks: int
+    num_engines: int
+    resource: str
+    host: str
+    port: int
+    token: bytes
+    seconds: float
+    shared: dict[str, str]
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -431,7 +464,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=23):
     suspects: tuple[str, ...] = ()
 
 
-ToEngine = Start | Join | NewRequest | Abort | Stop | Forget
+ToEngine = Start | Join | Place | NewRequest | Abort | Stop | Forget
 FromEngine = (
     Progress
     | Opened

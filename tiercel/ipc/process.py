@@ -25,11 +25,14 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NoReturn
 
+import msgspec
+
 from tiercel import env
 from tiercel.cold_start import postpone_meta_kernels, preload_pytorch
 from tiercel.config import LoadOptions
 from tiercel.errors import TiercelError
 from tiercel.faults import Faults
+from tiercel.ipc.knock import Listener
 from tiercel.ipc.last_words import LinkHandler, describe_failure, leave
 from tiercel.ipc.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -37,6 +40,7 @@ from tiercel.ipc.messages import (
     FromEngine,
     Join,
     Opened,
+    Place,
     Progress,
     Start,
     ToEngine,
@@ -88,12 +92,14 @@ class EngineLink:
             return b""
 
 
-def main(descriptor: int, parent: int) -> NoReturn:
-    """Run until the parent closes its end of the socket.
+def main(parent: int, descriptor: int, listening: int = -1, ranks_per_host: int = 0) -> NoReturn:
+    """Run until the other side closes its end of the socket.
 
     Args:
-        descriptor: of our end.
         parent: its process id.
+        descriptor: of our end.
+        listening: descriptor of the socket at which ranks of other hosts knock; -1: none.
+        ranks_per_host: ranks of each host, with `listening`.
     """
     _die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -111,13 +117,21 @@ def main(descriptor: int, parent: int) -> NoReturn:
         follow(connection, start)
     logging.basicConfig(level=logging.INFO, handlers=[LinkHandler(link.send)], force=True)
     logging.captureWarnings(capture=True)
+    if isinstance(start, Place):
+        from tiercel.ipc.placer import place
+
+        place(start, messages, link.send)
     if not isinstance(start, Start):
         leave()
     session: Future[EngineSession] = Future()
     arguments = (messages, session, link)
     threading.Thread(target=_listen, args=arguments, name="ipc", daemon=True).start()
     try:
-        _run(start.options, link, session)
+        listener = None
+        if listening >= 0:
+            listener = Listener(socket.socket(fileno=listening), start.token)
+        options = msgspec.structs.replace(start.options, ranks_per_host=ranks_per_host)
+        _run(options, listener, link, session)
     except Exception as error:  # noqa: BLE001 - whatever it was, the parent must be told
         link.send(describe_failure(error, _suspects(session)))
     os._exit(1)
@@ -139,7 +153,12 @@ class _Reporter:
             self._link.send(Progress(what, done, total, self.start.share))
 
 
-def _run(options: LoadOptions, link: EngineLink, session: Future[EngineSession]) -> None:
+def _run(
+    options: LoadOptions,
+    listener: Listener | None,
+    link: EngineLink,
+    session: Future[EngineSession],
+) -> None:
     Faults.parse(env.faults(), is_enabled=options.enable_fault_injection).at_start()
     report = _Reporter(link)
     postpone_meta_kernels()
@@ -157,7 +176,7 @@ def _run(options: LoadOptions, link: EngineLink, session: Future[EngineSession])
         link.send(describe_failure(error, _suspects(session)))
         os._exit(1)
 
-    started = start_session(source, options, report, link.send, end)
+    started = start_session(source, options, report, link.send, end, listener)
     gc.freeze()  # loaded objects stay: collections in the middle of a step skip them
     session.set_result(started)
     started.loop.run()

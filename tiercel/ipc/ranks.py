@@ -1,10 +1,10 @@
 """The other ranks of a model, as rank 0 sees them: their start, their life and their failure.
 
 Rank 0 is the process that answers: the engine process, or that of an `LLM`. It starts the others as
-the supervisor starts it (`spawn.py`) and speaks with each over a socket pair of its own. A socket
-and not a broadcast of PyTorch: the kernel shows the death of a rank at once, a message waits for
-nobody, and no step of rank 0 depends on how far another rank has come. Tensors alone go through
-collectives (`parallel.py`).
+the supervisor starts it (`spawn.py`) and speaks with each over a socket pair of its own; ranks of
+other hosts knock at a port instead (`meeting.py`). A socket and not a broadcast of PyTorch: the
+kernel shows the death of a rank at once, a message waits for nobody, and no step of rank 0 depends
+on how far another rank has come. Tensors alone go through collectives (`parallel.py`).
 
 One thread starts the processes (the kernel ends them with that thread), reads what they send and
 watches them. A rank that ends, that is silent for `SILENT_S` in a step, or that computed other
@@ -17,11 +17,9 @@ import contextlib
 import logging
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -41,7 +39,9 @@ from tiercel.engine.load import LoadedModel, Report, load_model, open_model, res
 from tiercel.engine.peers import OnFailure
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import ArgumentError, EngineDeadError, RankLostError, TiercelError
+from tiercel.ipc.knock import Listener
 from tiercel.ipc.lockstep import LeadingEngine, LeadingMatchers
+from tiercel.ipc.meeting import Meeting, RankProcess
 from tiercel.ipc.messages import Failed, FrameReader, Join, Log, encode
 from tiercel.ipc.rank_messages import (
     MAX_FROM_RANK_BYTES,
@@ -55,7 +55,6 @@ from tiercel.ipc.rank_messages import (
     decode_from_rank,
     encode_frame,
 )
-from tiercel.ipc.spawn import start_process
 from tiercel.models.source import ModelSource
 from tiercel.ops.all_reduce import make_small_all_reduce
 from tiercel.parallel import SINGLE, Group, connect
@@ -79,6 +78,7 @@ def load_several(
     options: LoadOptions,
     report: Report | None,
     on_failure: OnFailure | None,
+    listener: Listener | None = None,
 ) -> LoadedModel:
     """Load a model on two ranks or more; see `load_ranks`."""
     source = open_model(model, options, report)
@@ -88,8 +88,8 @@ def load_several(
             "this process has a model on several ranks already.", hint="Close that one first."
         )
     options = settled(source, options, config)
-    _LOG.info("%d ranks: %s", config.tensor_parallel_size, _devices(config))
-    ranks = Ranks(options, on_failure)
+    _LOG.info("%d ranks: %s", config.tensor_parallel_size, _devices(config, options.ranks_per_host))
+    ranks = Ranks(options, on_failure, listener)
     try:
         return load_model(source, options, report, ranks)
     except BaseException as error:
@@ -97,8 +97,10 @@ def load_several(
         raise
 
 
-def _devices(config: EngineConfig) -> str:
+def _devices(config: EngineConfig, per_host: int) -> str:
     """The devices of all ranks."""
+    if per_host:
+        return f"{per_host} on each host"
     if config.device.type == "cpu":
         return "CPU processes, for tests"
     first = config.device.index or 0
@@ -123,7 +125,7 @@ class _Other:
     """
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     connection: socket.socket
     reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_FROM_RANK_BYTES))
     answers: SimpleQueue[Value | None] = field(default_factory=SimpleQueue)
@@ -168,7 +170,7 @@ def join_group(rank: int, size: int, device: torch.device, address: str) -> Grou
         env.forbid_multicast()
         env.forbid_nccl_monitor()
     group = connect(rank, size, device, address)
-    if device.type == "cuda" and group.processes is not None:
+    if device.type == "cuda" and group.processes is not None and address.startswith("file:"):
         small_sums = make_small_all_reduce(group.processes, device)
         if isinstance(small_sums, str):
             _LOG.info("NCCL adds small tensors too: %s.", small_sums)
@@ -185,12 +187,18 @@ class Ranks:
 
     rank: Final = 0
 
-    def __init__(self, options: LoadOptions, on_failure: OnFailure | None) -> None:
+    def __init__(
+        self,
+        options: LoadOptions,
+        on_failure: OnFailure | None,
+        listener: Listener | None = None,
+    ) -> None:
         """Start their processes.
 
         Args:
             options: those of `settled`.
             on_failure: see `load_ranks`.
+            listener: see `load_ranks`.
 
         Raises:
             EngineDeadError: a process cannot be started.
@@ -199,7 +207,7 @@ class Ranks:
         self._cause: TiercelError | None = None  # of the failure, in the words of another rank
         self._on_failure = on_failure
         self._size = options.tensor_parallel_size
-        self._folder = Path(tempfile.mkdtemp(prefix="tiercel-ranks-"))
+        self._meeting = Meeting(self._size, listener, options.ranks_per_host)
         self.group = SINGLE
         self._others: list[_Other] = []
         self._lock = threading.Lock()  # frames of several threads follow each other whole
@@ -218,6 +226,9 @@ class Ranks:
         except OSError as error:
             self.close()
             raise EngineDeadError(f"a rank cannot be started: {error.strerror}.") from None
+        except EngineDeadError:
+            self.close()
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -239,7 +250,7 @@ class Ranks:
 
     def connect(self, device: torch.device) -> None:
         """See `Peers`."""
-        self.group = join_group(0, self._size, device, self._address)
+        self.group = join_group(0, self._size, device, self._meeting.address)
 
     def least(self, what: str, value: int) -> int:
         """See `Peers`."""
@@ -265,7 +276,7 @@ class Ranks:
 
     def begin(self) -> None:
         """See `Peers`."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._meeting.close()
         self._has_begun = True
         self._send(Begin())
 
@@ -281,7 +292,7 @@ class Ranks:
             self._thread.join()
         self.group.close()
         self.group = SINGLE
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._meeting.close()
 
     def send(self, frames: bytes) -> None:
         """Send frames to every rank; see `Audience`."""
@@ -315,10 +326,6 @@ class Ranks:
         if failure is not None and not is_explained:
             raise failure from error
 
-    @property
-    def _address(self) -> str:
-        return (self._folder / "meet").as_uri()
-
     def _send(self, message: ToRank) -> None:
         self.send(encode_frame(message))
 
@@ -335,10 +342,10 @@ class Ranks:
         """Start the ranks, then hear and watch them until they are gone; on the thread."""
         try:
             for rank in range(1, self._size):
-                process, ours = start_process(has_hub_token=False)
+                process, ours = self._meeting.start(rank)
                 self._others.append(_Other(rank, process, ours))
-                ours.sendall(encode(Join(options, rank, self._address)))
-        except OSError as error:
+                ours.sendall(encode(Join(options, rank, self._meeting.address)))
+        except (OSError, EngineDeadError) as error:
             started.set_exception(error)
         else:
             started.set_result(None)

@@ -8,20 +8,24 @@ alone; new ones go to the others until it is ready again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from tiercel.errors import EngineDeadError
+from tiercel.errors import ArgumentError, EngineDeadError
 from tiercel.ipc.client import EngineClient, not_ready_error, queue_full_error
 from tiercel.ipc.messages import EngineInfo
 from tiercel.ipc.routing import Candidate, KnownBlocks, block_keys, choose
-from tiercel.ipc.siblings import Siblings
 from tiercel.ipc.streams import TokenStream
-from tiercel.ipc.supervisor import EngineState, SupervisorSettings
+from tiercel.ipc.supervisor import EngineState
 from tiercel.params import LIMITS
 from tiercel.request.request import Request
 
-MakeClient = Callable[[int, Siblings], EngineClient]  # of the engine with a number
+# What must be equal in all engines, because it decides what is answered or refused.
+_COMMON: Final = (
+    "model_name", "architecture", "vocab_size", "hidden_size", "max_model_len", "max_num_seqs",
+    "block_size", "dtype", "tokenizer", "chat_template",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -44,22 +48,17 @@ class Replicas:
 
     def __init__(
         self,
-        count: int,
-        make_client: MakeClient,
+        replicas: Sequence[EngineClient],
         *,
         max_waiting: int = LIMITS.max_waiting_requests,
-        settings: SupervisorSettings | None = None,
     ) -> None:
         """Set up; nothing is started.
 
         Args:
-            count: engines, two or more.
-            make_client: makes the client of one engine.
+            replicas: clients of the engines, two or more, with the same siblings.
             max_waiting: requests that may wait for a row of any engine.
-            settings: settings of restarts, of each engine.
         """
-        siblings = Siblings((settings or SupervisorSettings()).window_s)
-        self.replicas = tuple(make_client(number, siblings) for number in range(count))
+        self.replicas = tuple(replicas)
         self._max_waiting = max_waiting
         self._caches = [_Cache(KnownBlocks(0)) for _ in self.replicas]
         self._num_turns = 0
@@ -112,8 +111,10 @@ class Replicas:
 
         Raises:
             TiercelError: the first error of any engine.
+            ArgumentError: engines of several hosts have loaded different models.
         """
-        await asyncio.gather(*(client.wait_ready() for client in self.replicas))
+        infos = await asyncio.gather(*(client.wait_ready() for client in self.replicas))
+        _check_alike(infos)
         self._has_started = True
         info = self.info
         assert info is not None, "an engine is ready once it has sent its info"
@@ -182,7 +183,7 @@ class Replicas:
             number,
             waiting_tokens=client.num_waiting_tokens,
             known_tokens=cache.blocks.count(keys) * client.info.block_size,
-            num_requests=client.num_running + client.num_waiting,
+            num_requests=client.num_live,
             last_turn=cache.last_turn,
         )
 
@@ -199,6 +200,16 @@ class Replicas:
         if info is None or not info.has_prefix_cache or request.reads_prompt:
             return []
         return block_keys(request.prompt_token_ids, info.block_size)
+
+
+def _check_alike(infos: Sequence[EngineInfo]) -> None:
+    for number, info in enumerate(infos):
+        for name in _COMMON:
+            if getattr(info, name) != getattr(infos[0], name):
+                raise ArgumentError(
+                    f"engine {number} differs from engine 0 in {name}.",
+                    hint="All hosts need the same files and the same kind of GPU.",
+                )
 
 
 # From the state that decides to the one that counts only if all engines have it.

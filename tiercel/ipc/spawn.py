@@ -16,20 +16,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 from tiercel import env
 from tiercel.config import LoadOptions
-from tiercel.errors import EngineDeadError
+from tiercel.errors import EngineDeadError, TiercelError
 from tiercel.ipc.messages import (
     MAX_FROM_ENGINE_BYTES,
     ErrorInfo,
     Failed,
     FrameReader,
     FromEngine,
+    Place,
     Start,
     decode_from_engine,
     encode,
@@ -42,14 +43,17 @@ _POLL_SECONDS: Final = 0.02
 # package is an argument, so that an installed package and a source tree behave alike.
 _BOOT: Final = (
     "import sys; sys.path.append(sys.argv[1]);"
-    " from tiercel.ipc.process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    " from tiercel.ipc.process import main; main(*map(int, sys.argv[2:]))"
 )
 
 
-class _Connection(asyncio.Protocol):
-    """Our end of the socket pair."""
+OnMessage = Callable[[FromEngine], None]
 
-    def __init__(self, on_message: Callable[[FromEngine], None]) -> None:
+
+class Connection(asyncio.Protocol):
+    """Our end of the socket to an engine process."""
+
+    def __init__(self, on_message: OnMessage) -> None:
         self._on_message = on_message
         self._reader = FrameReader(MAX_FROM_ENGINE_BYTES)
         self.failed: Failed | None = None
@@ -80,10 +84,34 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
 
 
-class EngineProcess:
-    """A started process; make it with `start_engine`."""
+class StartedEngine(Protocol):
+    """An engine that was started, wherever its process is; see `EngineProcess`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: _Connection) -> None:
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def unsent_bytes(self) -> int: ...
+
+    @property
+    def failed(self) -> Failed | None: ...
+
+    def give_up(self, why: TiercelError) -> None: ...
+    def send(self, frame: bytes) -> None: ...
+    def close(self) -> None: ...
+    async def wait_lost(self) -> None: ...
+    def dump_stacks(self) -> None: ...
+    def kill(self) -> None: ...
+    async def reap(self, grace_s: float) -> int: ...
+
+
+StartEngine = Callable[[LoadOptions, OnMessage], Awaitable[StartedEngine]]
+
+
+class EngineProcess:
+    """A process of this machine; make it with `start_engine`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
         self._process = process
         self._connection = connection
 
@@ -103,9 +131,9 @@ class EngineProcess:
         """What it said when it ended, or what `give_up` said of it."""
         return self._connection.failed
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: TiercelError) -> None:
         """Kill it; `why` counts as what it said."""
-        self._connection.failed = Failed(ErrorInfo(EngineDeadError.__name__, why))
+        self._connection.failed = Failed(ErrorInfo.of(why))
         self.kill()
 
     def send(self, frame: bytes) -> None:
@@ -165,24 +193,46 @@ def start_process(*, has_hub_token: bool) -> tuple[subprocess.Popen[bytes], sock
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            process = subprocess.Popen(
-                _command(theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=_log_descriptor(),
-                stderr=_log_descriptor(),
-                env=env.child_environment(has_hub_token=has_hub_token),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            return start_process_on(theirs, has_hub_token=has_hub_token), ours
     except OSError:
         ours.close()
         raise
-    return process, ours
 
 
-async def start_engine(
-    options: LoadOptions, on_message: Callable[[FromEngine], None]
-) -> EngineProcess:
+def start_process_on(
+    theirs: socket.socket,
+    *,
+    has_hub_token: bool,
+    shared: Mapping[str, str] | None = None,
+    listening: socket.socket | None = None,
+    ranks_per_host: int = 0,
+) -> subprocess.Popen[bytes]:
+    """Start a process that gets its first message from a socket; see `start_process`.
+
+    Args:
+        theirs: the socket, which the caller may close then.
+        has_hub_token: see `start_process`.
+        shared: variables of the server, if that is on another host.
+        listening: where ranks of other hosts knock at this one, likewise.
+        ranks_per_host: how many of all ranks are on each host, with `listening`.
+    """
+    descriptors = [theirs.fileno()]
+    numbers = [theirs.fileno()]
+    if listening is not None:
+        descriptors.append(listening.fileno())
+        numbers += [listening.fileno(), ranks_per_host]
+    return subprocess.Popen(
+        _command(*numbers),
+        stdin=subprocess.DEVNULL,
+        stdout=_log_descriptor(),
+        stderr=_log_descriptor(),
+        env=env.child_environment(has_hub_token=has_hub_token, shared=shared),
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+
+
+async def start_engine(options: LoadOptions, on_message: OnMessage) -> EngineProcess:
     """Start an engine process and tell it what to load; see `start_process` for the thread.
 
     Args:
@@ -192,18 +242,29 @@ async def start_engine(
     Raises:
         OSError: no process or no socket can be made.
     """
-    process, ours = start_process(has_hub_token=not options.offline)
+    return await start_with(Start(options), on_message, has_hub_token=not options.offline)
+
+
+async def start_with(
+    first: Start | Place, on_message: OnMessage, *, has_hub_token: bool
+) -> EngineProcess:
+    """Start a process of this machine and send it its first message.
+
+    Raises:
+        OSError: no process or no socket can be made.
+    """
+    process, ours = start_process(has_hub_token=has_hub_token)
     _, connection = await asyncio.get_running_loop().create_unix_connection(
-        lambda: _Connection(on_message), sock=ours
+        lambda: Connection(on_message), sock=ours
     )
     engine = EngineProcess(process, connection)
-    engine.send(encode(Start(options)))
+    engine.send(encode(first))
     return engine
 
 
-def _command(descriptor: int) -> list[str]:
+def _command(*numbers: int) -> list[str]:
     root = Path(__file__).parents[2]
-    return [sys.executable, "-P", "-c", _BOOT, str(root), str(descriptor), str(os.getpid())]
+    return [sys.executable, "-P", "-c", _BOOT, str(root), str(os.getpid()), *map(str, numbers)]
 
 
 def _log_descriptor() -> int:

@@ -19,6 +19,7 @@ from tiercel.config import LoadOptions
 from tiercel.engine.load import LoadedModel, Report
 from tiercel.engine.options import dtype_name
 from tiercel.engine.peers import OnFailure
+from tiercel.ipc.knock import Listener
 from tiercel.ipc.load import load_ranks
 from tiercel.ipc.messages import (
     LENGTH_BYTES,
@@ -51,6 +52,7 @@ def start_session(
     report: Report,
     send: Send,
     on_failure: OnFailure | None = None,
+    listener: Listener | None = None,
 ) -> EngineSession:
     """Load a model, start its session, and report that it is ready.
 
@@ -60,13 +62,14 @@ def start_session(
         report: called with the progress.
         send: sends messages to the client.
         on_failure: called when another rank has failed.
+        listener: see `load_ranks`.
 
     Raises:
         TiercelError: see `load_ranks`.
     """
     started_s = perf_counter()
     options = msgspec.structs.replace(options, warm_up=True, timed_steps=True)
-    loaded = load_ranks(source, options, report, on_failure)
+    loaded = load_ranks(source, options, report, on_failure, listener)
     loaded.matchers.prepare()
     if not options.enable_fault_injection:  # faults count steps from the first on
         rehearse(loaded, report)

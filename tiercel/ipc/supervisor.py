@@ -12,17 +12,16 @@ import contextlib
 import logging
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter
 
-from tiercel.config import LoadOptions
 from tiercel.errors import EngineDeadError
 from tiercel.ipc.deaths import Deaths
 from tiercel.ipc.messages import ErrorInfo, Failed, FromEngine, Log, Opened, Progress, Ready
 from tiercel.ipc.siblings import OpenedFiles
-from tiercel.ipc.spawn import EngineProcess, start_engine
+from tiercel.ipc.spawn import OnMessage, StartedEngine
 from tiercel.ipc.watchdog import Watchdog
 
 _LOG = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class Supervisor:
 
     def __init__(
         self,
-        options: LoadOptions,
+        start: Callable[[OnMessage], Awaitable[StartedEngine]],
         settings: SupervisorSettings,
         on_message: Callable[[FromEngine], None],
         on_lost: Callable[[tuple[str, ...], EngineDeadError | None], None],
@@ -98,7 +97,7 @@ class Supervisor:
         """Set up; nothing is started.
 
         Args:
-            options: sent to each process.
+            start: starts a process.
             settings: see there.
             on_message: callback for each message of the engine.
             on_lost: called at each death with the requests that the engine named as suspects, and
@@ -110,11 +109,11 @@ class Supervisor:
         self.state = EngineState.LOADING
         self.progress = 0.0
         self.num_restarts = 0
-        self._options = options
+        self._start_engine = start
         self._settings = settings
         self._hear, self._tell_lost = on_message, on_lost
         self._watchdog = Watchdog(settings.heartbeat_s, is_busy)
-        self._engine: EngineProcess | None = None
+        self._engine: StartedEngine | None = None
         self._deaths = Deaths(files)
         self.name = name or "the engine"
         self._policy = RestartPolicy(settings)
@@ -159,7 +158,7 @@ class Supervisor:
             EngineDeadError: no process can be made.
         """
         try:
-            self._engine = await start_engine(self._options, self._on_message)
+            self._engine = await self._start_engine(self._on_message)
         except OSError as error:
             raise EngineDeadError(f"no engine process: {error.strerror}.") from None
         self._task = asyncio.create_task(self._supervise(self._engine))
@@ -187,7 +186,7 @@ class Supervisor:
             self._engine.close()
         await self.wait_ended()
 
-    async def _supervise(self, engine: EngineProcess | None) -> None:
+    async def _supervise(self, engine: StartedEngine | None) -> None:
         while True:
             if engine is None:
                 delay = self._policy.next_delay(perf_counter())
@@ -205,13 +204,13 @@ class Supervisor:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         return self._stopping.is_set()
 
-    async def _start_again(self) -> EngineProcess | None:
+    async def _start_again(self) -> StartedEngine | None:
         self.num_restarts += 1
         self.progress = 0.0
         self._deaths.note_start()
         _LOG.warning("restart %d of %s", self.num_restarts, self.name)
         try:
-            self._engine = await start_engine(self._options, self._on_message)
+            self._engine = await self._start_engine(self._on_message)
         except OSError as error:
             _LOG.error("no process for %s: %s", self.name, error.strerror)
         return self._engine
@@ -227,7 +226,7 @@ class Supervisor:
             self.failure,
         )
 
-    async def _live(self, engine: EngineProcess) -> float | None:
+    async def _live(self, engine: StartedEngine) -> float | None:
         """Watch a process until it is gone.
 
         Returns:

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from tiercel.errors import EngineDeadError
 from tiercel.ipc.messages import Advanced, FromEngine, Outputs, Stats
-from tiercel.ipc.spawn import EngineProcess
+from tiercel.ipc.spawn import StartedEngine
 
 PATIENCE: Final = 20  # pauses between two advances
 NUM_PAUSES: Final = 32  # messages that are remembered; they come up to five times a second
@@ -52,7 +53,7 @@ class Watchdog:
         if isinstance(message, Advanced | Outputs | Stats):
             self._num_signs += 1
 
-    async def watch(self, engine: EngineProcess) -> None:
+    async def watch(self, engine: StartedEngine) -> None:
         """Kill a process that does not advance though there is work.
 
         Ticks are counted, not seconds: while this process itself is stopped, the engine may be
@@ -66,4 +67,4 @@ class Watchdog:
             seen = self._num_signs
         engine.dump_stacks()
         await asyncio.sleep(_STACKS_SECONDS)
-        engine.give_up(f"no progress in {self.limit_s:.3g} s while there was work")
+        engine.give_up(EngineDeadError(f"no progress in {self.limit_s:.3g} s while there was work"))
