@@ -330,7 +330,8 @@ def child_environment(
     """
     hidden = {*_SERVER_SECRETS, *(() if has_hub_token else _HUB_SECRETS)}
     if shared is not None:
-        hidden.update(_SHARED)
+        # Ray sets the last one to the CPUs that it reserves, 1 for an engine on a GPU.
+        hidden.update((*_SHARED, "OMP_NUM_THREADS"))
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     return inherited | dict(shared or {})
 

@@ -266,9 +266,10 @@ def test_switches_of_the_server_hold_on_other_hosts(monkeypatch):
     monkeypatch.setenv("TIERCEL_EXACT", "0")  # now of another host
     monkeypatch.setenv("TIERCEL_CACHE", "/there")
     monkeypatch.setenv("TIERCEL_PDL", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by Ray
     child = env.child_environment(shared=shared)
     assert (child["TIERCEL_EXACT"], child["TIERCEL_CACHE"]) == ("1", "/there")
-    assert not {"TIERCEL_PDL", "TIERCEL_API_KEY"} & child.keys()
+    assert not {"TIERCEL_PDL", "TIERCEL_API_KEY", "OMP_NUM_THREADS"} & child.keys()
     assert env.child_environment()["TIERCEL_PDL"] == "0"
 
 

@@ -20,6 +20,7 @@ from tests.cli.harness import tiercel
 from tests.engine_process import Maker, is_alive, read, wait_until
 from tests.gguf_files import tiny_model
 from tests.patience import wait_for
+from tests.serve.harness import NAME, check_alive, start_server
 from tests.tiny_llm import greedy, open_tiny
 from tiercel.cli.serve import make_client
 from tiercel.config import LoadOptions
@@ -214,6 +215,23 @@ def test_a_host_is_lost_and_another_one_takes_its_engine(ray_cluster, model, exp
             assert answers == [expected] * 6
 
     run(main)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_takes_its_engines_on_other_hosts_with_it(ray_cluster, model, tmp_path, signum):
+    address = f"127.0.0.1:{ray_cluster.port}"
+    options = ("--nodes", address, "--replicas", 2, "--device", "cpu", "--threads", 1)
+    with start_server(model, *options, log_path=tmp_path / "server.log") as server:
+        assert server.get("/ready").json() == {"status": "ready", "engines_ready": 2}
+        check_alive(server)
+        body = {"model": NAME, "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 4}
+        choices = server.post("/v1/completions", body).json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
+        ranks = [rank for children in hosts().values() for rank in children]
+        assert len(ranks) == 2
+        assert server.stop(signum) == (0 if signum == signal.SIGTERM else -signum)
+        wait_for(lambda: not any(map(is_alive, ranks)))
+        wait_for(lambda: not hosts())
 
 
 def test_a_cluster_that_is_too_small_is_an_error_of_its_own(ray_cluster, model, monkeypatch):
