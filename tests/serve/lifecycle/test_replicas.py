@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import threading
 
 import pytest
@@ -13,13 +14,14 @@ from tests.serve.harness import NAME, check_alive, children_of, is_running, star
 from tests.serve.lifecycle.test_ranks import CPU_RANKS, processes_of
 
 pytestmark = pytest.mark.reliability
+TWO = ("--replicas", 2, "--device", "cpu")
 LONG = {"model": NAME, "prompt": "a", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("log") / "server.log"
-    with start_server(tiny, "--replicas", 2, log_path=log_path) as running:
+    with start_server(tiny, *TWO, log_path=log_path) as running:
         yield running
 
 
@@ -105,7 +107,7 @@ def test_clients_that_leave_free_their_rows(server):
 
 
 def test_a_signal_lets_requests_finish_and_ends_every_process(tiny, log_path):
-    quick = ("--replicas", 2, "--enable-fault-injection")  # which leaves out rehearsals
+    quick = (*TWO, "--enable-fault-injection")  # which leaves out rehearsals
     with start_server(tiny, *quick, log_path=log_path) as server:
         calls = [Call(server, letter) for letter in "ab"]
         wait_for(lambda: set(values_of(server, "num_requests_running").values()) == {1})
@@ -117,9 +119,38 @@ def test_a_signal_lets_requests_finish_and_ends_every_process(tiny, log_path):
         wait_for(lambda: not any(map(is_running, children)))
 
 
+@pytest.mark.multigpu
+def test_each_engine_has_a_gpu_of_its_own(tiny, log_path):
+    """Memory of two GPUs is in use, by one process each; one that is killed gets its GPU again."""
+
+    def gpus():
+        query = ("--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
+        lines = subprocess.check_output(["nvidia-smi", *query], text=True).splitlines()
+        mine = set(map(str, processes_of(server)))
+        return sorted(gpu for gpu, pid in (line.split(", ") for line in lines) if pid in mine)
+
+    few = ("--max-model-len", 2048, "--max-num-seqs", 4, "--gpu-memory-utilization", 0.1)
+    with start_server(tiny, "--replicas", 2, *few, log_path=log_path) as server:
+        before = values_of(server, "generation_tokens_total")
+        calls = [Call(server, letter) for letter in "abcd"]
+        for call in calls:
+            call.join()
+            assert call.response.status_code == 200
+        after = values_of(server, "generation_tokens_total")
+        assert all(after[engine] > before[engine] for engine in "01")
+        found = gpus()
+        if found:  # a container may hide the numbers of processes
+            assert len(found) == len(set(found)) == 2
+        os.kill(processes_of(server)[1], signal.SIGKILL)
+        check_alive(server)
+        wait_for(lambda: server.get("/ready").json().get("engines_ready") == 2, 3 * PATIENCE_S)
+        assert gpus() == found
+        check_alive(server)
+
+
 @pytest.mark.slow
 def test_each_engine_has_ranks_of_its_own(tiny, log_path):
-    with start_server(tiny, "--replicas", 2, "-tp", 2, log_path=log_path, env=CPU_RANKS) as server:
+    with start_server(tiny, *TWO, "-tp", 2, log_path=log_path, env=CPU_RANKS) as server:
         assert len(processes_of(server)) == 4
         os.kill(processes_of(server)[-1], signal.SIGKILL)
         for _ in range(3):
