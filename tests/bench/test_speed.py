@@ -1,15 +1,20 @@
 """Prompts, steps and batches: the work that runs, and the tokens that are counted."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from tests.dsv4_files import TINY as TINY_V4
 from tests.tiny_llm import DATA, LLAMA
 from tiercel.bench import speed
-from tiercel.bench.floor import ModelCost, model_cost
+from tiercel.bench.floor import Entries, ModelCost, model_cost
 from tiercel.bench.speed import (
     Trial,
+    TrialDefaults,
     compare_to_floor,
     context_of,
+    default_trials,
     make_trials,
     measure_speed,
     speed_table,
@@ -114,17 +119,57 @@ def test_the_floor_is_bytes_or_operations(trial, num_bytes, flops):
     assert compare_to_floor(trial, [1.0], COST, COMPUTES).floor == trial.num_tokens / flops
 
 
-def test_a_step_of_deepseek_v4_reads_the_experts_of_one_token():
+def test_deepseek_v4_costs_experts_and_compressed_entries():
     source = open_source(TINY_V4)
     cost = model_cost(source, 2)
     stored = source.stored
     experts = sum(w.nbytes for n, w in stored.items() if "layers." in n and ".experts." in n)
     main = [w for n, w in stored.items() if n.startswith("layers.") and not w.limit]
     all_bytes = sum(weight.nbytes for weight in main)
-    assert cost.weight_bytes == 131 * 160 * 2 + all_bytes - experts + experts // 3  # 2 of 6
+    assert cost.weight_bytes == 131 * 160 * 2 + all_bytes - experts
+    assert (cost.expert_bytes, cost.expert_share) == (experts, 2 / 6)
     assert cost.head_weights == 131 * 160
     assert cost.windows == {12: 4}
     assert cost.key_bytes == 64 + 2 * 32 + 8  # one scale, in a group of 8 bytes
+    csa, hca = cost.entries
+    config = source.config
+    assert (csa.layers, csa.ratio, csa.most) == (2, 4, 7)
+    assert csa.index_width == config.index_num_heads * config.index_head_dim
+    assert csa.index_bytes == config.index_head_dim * 17 // 32
+    assert (hca.layers, hca.ratio, hca.most, hca.index_bytes) == (2, 128, 0, 0)
+
+
+def test_the_floor_counts_entries_index_keys_and_chosen_experts():
+    entries = (
+        Entries(layers=2, ratio=4, most=3, index_bytes=7, index_width=11),
+        Entries(layers=1, ratio=8),
+    )
+    cost = msgspec.structs.replace(
+        COST, windows={3: 3}, entries=entries, expert_bytes=900, expert_share=1 / 3
+    )
+    # One step at length 33: windows of 3, at most 3 of 8 entries in two layers, all 4 in one.
+    seen = 3 * 3 + 2 * 3 + 4
+    for batch, chosen in ((1, 300.0), (2, 500.0)):
+        trial = Trial(batch, 32, 1)
+        num_bytes = 1000 + chosen + batch * (seen * 6 + 2 * 8 * 7)
+        flops = batch * (2 * 110 + 4 * 5 * seen + 2 * 2 * 8 * 11)
+        for ceilings, expected in ((READS, num_bytes), (COMPUTES, flops)):
+            floor = compare_to_floor(trial, [1.0], cost, ceilings).floor
+            assert floor == pytest.approx(batch / expected)
+
+
+def test_defaults_of_deepseek_v4_fit_its_context():
+    config = open_source(TINY_V4).config
+    long = replace(config, max_position=1 << 20)
+    assert default_trials(long, 128) == TrialDefaults(
+        prompt="4096", depth="1024,32768,131072", batch="8,64", batch_prompt=1024
+    )
+    short = default_trials(replace(config, max_position=2048), 128)
+    assert (short.prompt, short.depth, short.batch) == ("0", "1024", "8,64")
+    least = default_trials(replace(config, max_position=256), 128)
+    assert (least.prompt, least.depth, least.batch) == ("0", "0", "0")
+    dense = open_source(DATA / "gemma3-tiny.gguf").config
+    assert default_trials(dense, 128) == TrialDefaults()
 
 
 def test_a_model_costs_what_its_file_holds():
@@ -145,3 +190,10 @@ def test_the_table_has_means_deviations_and_floors():
     table = speed_table([compare_to_floor(*trial, COST, READS) for trial in trials])
     assert table[1] == ["pp4", "1,500.0", "707.1", "0.0", "37500000%"]
     assert table[2][:3] == ["tg4 @ d0", "7.0", "0.0"]
+    assert len(table[0]) == 5
+
+
+def test_the_table_has_the_share_that_depth_leaves():
+    trials = [(Trial(1, 9), 5.0), (Trial(1, 2, 4), 8.0), (Trial(1, 6, 4), 7.0), (Trial(2, 6, 4), 9)]
+    table = speed_table([compare_to_floor(t, [rate], COST, READS) for t, rate in trials])
+    assert [row[5] for row in table] == ["of d2", "", "100%", "88%", ""]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.bench.stand_in import StandIn
 from tests.cli.harness import COMMAND, environment
+from tests.dsv4_files import TINY as TINY_V4
 from tests.gguf_files import tiny_model
 from tests.loopback import served
 from tests.patience import wait_for
@@ -320,7 +321,7 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
     options += ["--batch-prompt", "7", "--repeat", "2", "--device", "cpu"]
     assert run(["bench", "-m", str(model), *options, "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["tokens/s", "deviation", "floor", "of", "floor"]
+    assert lines[1].split() == ["tokens/s", "deviation", "floor", "of", "floor", "of", "d0"]
     names = ["pp12", "tg3 @ d0", "tg3 @ d5", "tg3 @ d7 b2"]
     assert [re.split(r"  +", line)[0] for line in lines[2:6]] == names
     report = json.loads(path.read_text())
@@ -332,6 +333,28 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
         assert result["ratio"] == pytest.approx(result["mean"] / result["floor"])
     assert report["cost"]["weight_bytes"] > 0
     assert report["read_gbps"] > 0
+
+
+def test_deepseek_v4_has_lines_of_its_own(tmp_path, capsys):
+    options = [
+        "--generate",
+        "2",
+        "--repeat",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+        f"{tmp_path}/s.json",
+    ]
+    options += ["--prompt", "40", "--batch", "2", "--batch-prompt", "30"]
+    assert run(["bench", "-m", str(TINY_V4), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ["pp40", "tg2 @ d1024", "tg2 @ d30 b2"]  # 32,768 are more than its context
+    assert [re.split(r"  +", line)[0] for line in lines[2:5]] == names
+    assert run(["bench", "-m", str(TINY_V4), *options, "--depth", "6,600"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("of d6")
+    assert lines[3].endswith("100%")
 
 
 @pytest.mark.parametrize(

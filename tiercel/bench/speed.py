@@ -6,7 +6,8 @@
 
 Tokens are uniform in the vocabulary. A step is one of the engine: planned, run, sampled (greedy)
 and its token on the host. One run warms up; rates are means over repetitions. llama-bench leaves
-sampling out, which only makes our figures smaller. Each rate is listed with its floor (`floor.py`).
+sampling out, which only makes our figures smaller. Each rate is listed with its floor (`floor.py`),
+and that of a sequence at some depth with its share of the rate at the first depth.
 """
 
 from __future__ import annotations
@@ -21,14 +22,38 @@ import numpy as np
 
 from tiercel.bench.files import ModelReport
 from tiercel.bench.floor import ModelCost, floor_seconds
+from tiercel.models.deepseek_v4 import DeepseekV4Config
 from tiercel.params import SamplingParams
 
 if TYPE_CHECKING:
     from tiercel.engine.load import LoadedModel
+    from tiercel.models.config import ModelConfig
     from tiercel.profiling.device_timing import Ceilings
 
 FORMAT: Final = 1
 SPARE_TOKENS: Final = 64  # of each sequence: the first ones decode while others are prefilled
+
+
+class TrialDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured unless the options say otherwise: lists of counts as users write them.
+
+    Attributes:
+        prompt: prompt tokens.
+        depth: tokens in the cache before the steps of one sequence.
+        batch: sequences that decode together; 0 for none.
+        batch_prompt: prompt tokens of each of them.
+    """
+
+    prompt: str = "512,1008,4096"
+    depth: str = "0"
+    batch: str = "0"
+    batch_prompt: int = 512
+
+
+# A model that compresses its context is made for long ones, and its experts for batches.
+_COMPRESSED: Final = TrialDefaults(
+    prompt="4096", depth="1024,32768,131072", batch="8,64", batch_prompt=1024
+)
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -91,6 +116,25 @@ class SpeedReport(ModelReport, frozen=True, kw_only=True):
     read_gbps: float
     tflops: float
     results: list[Speed]
+
+
+def default_trials(config: ModelConfig, steps: int) -> TrialDefaults:
+    """The defaults of a model: depths and prompts that its context has room for."""
+    if not isinstance(config, DeepseekV4Config):
+        return TrialDefaults()
+    room = config.max_position - SPARE_TOKENS
+
+    def fitting(text: str, steps: int) -> str:
+        counts = [count for count in map(int, text.split(",")) if count + steps <= room]
+        return ",".join(map(str, counts)) or "0"
+
+    has_batches = _COMPRESSED.batch_prompt + steps <= room
+    return TrialDefaults(
+        prompt=fitting(_COMPRESSED.prompt, 0),
+        depth=fitting(_COMPRESSED.depth, steps),
+        batch=_COMPRESSED.batch if has_batches else "0",
+        batch_prompt=_COMPRESSED.batch_prompt,
+    )
 
 
 def make_trials(
@@ -184,7 +228,8 @@ def compare_to_floor(
 
 
 def speed_table(results: Sequence[Speed]) -> list[list[str]]:
-    """The table with its head, one row for each trial."""
+    """The table with its head, one row for each trial; with several depths, a column of shares."""
+    head = ["", "tokens/s", "deviation", "floor", "of floor"]
     rows = [
         [
             result.trial.name,
@@ -195,4 +240,10 @@ def speed_table(results: Sequence[Speed]) -> list[list[str]]:
         ]
         for result in results
     ]
-    return [["", "tokens/s", "deviation", "floor", "of floor"], *rows]
+    depths = [result for result in results if result.trial.steps and result.trial.batch == 1]
+    if len(depths) < 2:
+        return [head, *rows]
+    first = depths[0]
+    shares = [f"{r.mean / first.mean:.0%}" if r in depths else "" for r in results]
+    rows = [[*row, share] for row, share in zip(rows, shares, strict=True)]
+    return [[*head, f"of d{first.trial.prompt_tokens}"], *rows]

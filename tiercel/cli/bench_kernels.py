@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tiercel.cli.bench_model import TRIAL_GROUP, facts, load_for_bench, show
+from tiercel.cli.bench_model import TRIAL_GROUP, facts, load_for_bench, open_for_bench, show
 from tiercel.cli.bench_options import check_output, parse_counts
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, UsageError
@@ -58,7 +58,7 @@ def bench_kernels(
     is_partial = False
     with ProgressReporter(is_quiet=common.quiet) as report:
         loaded = load_for_bench(
-            model,
+            open_for_bench(model, engine, report),
             engine,
             report,
             max_model_len=max(contexts, default=512) + 1,

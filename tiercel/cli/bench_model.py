@@ -17,34 +17,25 @@ if TYPE_CHECKING:
 
     from tiercel.bench.tables import Table
     from tiercel.engine.load import LoadedModel
+    from tiercel.models.source import ModelSource
 
 TRIAL_GROUP = Group("Trials", sort_key=1)
 
 
-def load_for_bench(
-    model: str | None,
-    engine: EngineOptions,
-    report: ProgressReporter,
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    seed: int = 0,
-) -> LoadedModel:
-    """Find and load a model with room for what is measured.
+def open_for_bench(
+    model: str | None, engine: EngineOptions, report: ProgressReporter
+) -> ModelSource:
+    """Find and open the model whose single steps or kernels are measured.
 
     Args:
         model: model name as on the command line.
-        engine: engine options; its `max_model_len`, if given, takes precedence.
+        engine: engine options.
         report: progress callback.
-        max_model_len: tokens of the longest sequence.
-        max_num_seqs: number of concurrent sequences.
-        seed: seed of the engine.
 
     Raises:
-        UsageError: drafts, or more context than the model has, were requested.
-        TiercelError: see `load_ranks`.
+        UsageError: drafts were requested.
+        TiercelError: see `resolve` and `open_source`.
     """
-    from tiercel import env
     from tiercel.loader.hub import resolve
     from tiercel.models.source import open_source
 
@@ -53,7 +44,34 @@ def load_for_bench(
             f"--spec {engine.spec}: single steps are measured without draft tokens.",
             hint="Use bench throughput or bench serve.",
         )
-    source = open_source(resolve(model, offline=engine.offline, report=report))
+    return open_source(resolve(model, offline=engine.offline, report=report))
+
+
+def load_for_bench(
+    source: ModelSource,
+    engine: EngineOptions,
+    report: ProgressReporter,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    seed: int = 0,
+) -> LoadedModel:
+    """Load a model with room for what is measured.
+
+    Args:
+        source: of `open_for_bench`.
+        engine: engine options; its `max_model_len`, if given, takes precedence.
+        report: progress callback.
+        max_model_len: tokens of the longest sequence.
+        max_num_seqs: number of concurrent sequences.
+        seed: seed of the engine.
+
+    Raises:
+        UsageError: more context than the model has was requested.
+        TiercelError: see `load_ranks`.
+    """
+    from tiercel import env
+
     longest = source.config.max_position
     if engine.max_model_len is None and max_model_len > longest:
         raise UsageError(

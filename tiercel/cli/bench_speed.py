@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tiercel.cli.bench_model import TRIAL_GROUP, facts, load_for_bench, show
+from tiercel.cli.bench_model import TRIAL_GROUP, facts, load_for_bench, open_for_bench, show
 from tiercel.cli.bench_options import check_output, parse_counts
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, UsageError
 
 if TYPE_CHECKING:
-    from tiercel.bench.speed import Speed, Trial
+    from tiercel.bench.speed import Speed, Trial, TrialDefaults
 
 MAX_REPETITIONS = 1000
 
@@ -21,18 +21,21 @@ MAX_REPETITIONS = 1000
 def bench_speed(
     *,
     prompt: Annotated[
-        str, Parameter(group=TRIAL_GROUP, help="Prompt tokens: 512,1008; 0 for none.")
-    ] = "512,1008,4096",
+        str | None,
+        Parameter(group=TRIAL_GROUP, help="Prompt tokens; 0 for none [512,1008,4096]."),
+    ] = None,
     generate: Annotated[int, Parameter(group=TRIAL_GROUP, help="Decode steps; 0 for none.")] = 128,
     depth: Annotated[
-        str, Parameter(group=TRIAL_GROUP, help="Tokens in the cache before them: 0,8192.")
-    ] = "0",
+        str | None,
+        Parameter(group=TRIAL_GROUP, help="Tokens in the cache before them: 0,8192 [0]."),
+    ] = None,
     batch: Annotated[
-        str, Parameter(group=TRIAL_GROUP, help="Sequences per step: 8,16,64; 0 for none.")
-    ] = "0",
+        str | None,
+        Parameter(group=TRIAL_GROUP, help="Sequences per step: 8,16,64; 0 for none [0]."),
+    ] = None,
     batch_prompt: Annotated[
-        int, Parameter(group=TRIAL_GROUP, help="Prompt tokens of each sequence.")
-    ] = 512,
+        int | None, Parameter(group=TRIAL_GROUP, help="Prompt tokens of each sequence [512].")
+    ] = None,
     repetitions: Annotated[
         int,
         Parameter(name=("--repetitions", "--repeat"), group=TRIAL_GROUP, help="Runs per trial."),
@@ -45,8 +48,14 @@ def bench_speed(
     engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Measure prompts, decode steps and batches, as llama-bench does."""
-    trials = _trials(prompt, generate, depth, batch, batch_prompt)
+    """Measure prompts, decode steps and batches, as llama-bench does.
+
+    DeepSeek-V4 has other defaults: prompt 4096, depth 1024,32768,131072, batch 8,64 after 1024.
+    """
+    from tiercel.bench.speed import TrialDefaults, default_trials
+
+    given = prompt, depth, batch, batch_prompt
+    _trials(given, generate, TrialDefaults())  # what is wrong in any model is refused at once
     if not 1 <= repetitions <= MAX_REPETITIONS:
         raise UsageError(f"--repetitions {repetitions} is out of range.", hint="Use 1 to 1000.")
     check_output(json, plot)
@@ -56,8 +65,10 @@ def bench_speed(
         from tiercel.bench.floor import model_cost
         from tiercel.bench.speed import SpeedReport, compare_to_floor, context_of, measure_speed
 
+        source = open_for_bench(model, engine, report)
+        trials = _trials(given, generate, default_trials(source.config, generate))
         loaded = load_for_bench(
-            model,
+            source,
             engine,
             report,
             max_model_len=context_of(trials),
@@ -99,9 +110,16 @@ def bench_speed(
     return 130 if is_partial else 0
 
 
-def _trials(prompt: str, steps: int, depth: str, batch: str, batch_prompt: int) -> list[Trial]:
+def _trials(
+    given: tuple[str | None, str | None, str | None, int | None],
+    steps: int,
+    defaults: TrialDefaults,
+) -> list[Trial]:
+    """The trials of the options `prompt`, `depth`, `batch` and `batch_prompt`."""
     from tiercel.bench.speed import make_trials
 
+    prompt, depth, batch, batch_prompt = given
+    batch_prompt = defaults.batch_prompt if batch_prompt is None else batch_prompt
     if steps < 0 or batch_prompt < 1:
         raise UsageError(
             f"--generate {steps} or --batch-prompt {batch_prompt} is out of range.",
@@ -109,9 +127,13 @@ def _trials(prompt: str, steps: int, depth: str, batch: str, batch_prompt: int) 
         )
     prompts, batches = (
         [count for count in parse_counts(name, text) if count]
-        for name, text in (("--prompt", prompt), ("--batch", batch))
+        for name, text in (
+            ("--prompt", defaults.prompt if prompt is None else prompt),
+            ("--batch", defaults.batch if batch is None else batch),
+        )
     )
-    trials = make_trials(prompts, steps, parse_counts("--depth", depth), batches, batch_prompt)
+    depths = parse_counts("--depth", defaults.depth if depth is None else depth)
+    trials = make_trials(prompts, steps, depths, batches, batch_prompt)
     if not trials:
         raise UsageError("there is nothing to measure.", hint="Give --prompt or --generate.")
     return trials
