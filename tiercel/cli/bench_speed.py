@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,29 +19,33 @@ if TYPE_CHECKING:
 MAX_REPETITIONS = 1000
 
 
+@Parameter(name="*", group=TRIAL_GROUP)
+@dataclass(frozen=True, slots=True)
+class TrialOptions:
+    """What is measured; None stands for the model's default."""
+
+    prompt: Annotated[str | None, Parameter(help="Prompt tokens; 0 for none [512,1008,4096].")] = (
+        None
+    )
+    generate: Annotated[int, Parameter(help="Decode steps; 0 for none.")] = 128
+    depth: Annotated[str | None, Parameter(help="Tokens in the cache before them: 0,8192 [0].")] = (
+        None
+    )
+    batch: Annotated[str | None, Parameter(help="Sequences per step: 8,16,64; 0 for none [0].")] = (
+        None
+    )
+    batch_prompt: Annotated[int | None, Parameter(help="Prompt tokens of each sequence [512].")] = (
+        None
+    )
+    repetitions: Annotated[
+        int, Parameter(name=("--repetitions", "--repeat"), help="Runs per trial.")
+    ] = 5
+    seed: Annotated[int, Parameter(help="Seed of the token ids.")] = 0
+
+
 def bench_speed(
     *,
-    prompt: Annotated[
-        str | None,
-        Parameter(group=TRIAL_GROUP, help="Prompt tokens; 0 for none [512,1008,4096]."),
-    ] = None,
-    generate: Annotated[int, Parameter(group=TRIAL_GROUP, help="Decode steps; 0 for none.")] = 128,
-    depth: Annotated[
-        str | None,
-        Parameter(group=TRIAL_GROUP, help="Tokens in the cache before them: 0,8192 [0]."),
-    ] = None,
-    batch: Annotated[
-        str | None,
-        Parameter(group=TRIAL_GROUP, help="Sequences per step: 8,16,64; 0 for none [0]."),
-    ] = None,
-    batch_prompt: Annotated[
-        int | None, Parameter(group=TRIAL_GROUP, help="Prompt tokens of each sequence [512].")
-    ] = None,
-    repetitions: Annotated[
-        int,
-        Parameter(name=("--repetitions", "--repeat"), group=TRIAL_GROUP, help="Runs per trial."),
-    ] = 5,
-    seed: Annotated[int, Parameter(group=TRIAL_GROUP, help="Seed of the token ids.")] = 0,
+    trial: TrialOptions = TrialOptions(),
     json: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Write everything.")] = None,
     plot: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Plot it.")] = None,
     label: Annotated[str | None, Parameter(group=TRIAL_GROUP, help="Name in the table.")] = None,
@@ -54,8 +59,8 @@ def bench_speed(
     """
     from tiercel.bench.speed import TrialDefaults, default_trials
 
-    given = prompt, depth, batch, batch_prompt
-    _trials(given, generate, TrialDefaults())  # what is wrong in any model is refused at once
+    _trials(trial, TrialDefaults())  # what is wrong for any model is refused at once
+    repetitions, seed = trial.repetitions, trial.seed
     if not 1 <= repetitions <= MAX_REPETITIONS:
         raise UsageError(f"--repetitions {repetitions} is out of range.", hint="Use 1 to 1000.")
     check_output(json, plot)
@@ -66,13 +71,13 @@ def bench_speed(
         from tiercel.bench.speed import SpeedReport, compare_to_floor, context_of, measure_speed
 
         source = open_for_bench(model, engine, report)
-        trials = _trials(given, generate, default_trials(source.config, generate))
+        trials = _trials(trial, default_trials(source.config, trial.generate))
         loaded = load_for_bench(
             source,
             engine,
             report,
             max_model_len=context_of(trials),
-            max_num_seqs=max(trial.batch for trial in trials),
+            max_num_seqs=max(one.batch for one in trials),
             seed=seed,
         )
         from tiercel.profiling.device_timing import Ceilings, measure_ceilings
@@ -110,29 +115,23 @@ def bench_speed(
     return 130 if is_partial else 0
 
 
-def _trials(
-    given: tuple[str | None, str | None, str | None, int | None],
-    steps: int,
-    defaults: TrialDefaults,
-) -> list[Trial]:
-    """The trials of the options `prompt`, `depth`, `batch` and `batch_prompt`."""
+def _trials(options: TrialOptions, defaults: TrialDefaults) -> list[Trial]:
+    """The trials of the options."""
     from tiercel.bench.speed import make_trials
 
-    prompt, depth, batch, batch_prompt = given
+    def counts(option: str, given: str | None, default: str) -> list[int]:
+        return parse_counts(option, default if given is None else given)
+
+    steps, batch_prompt = options.generate, options.batch_prompt
     batch_prompt = defaults.batch_prompt if batch_prompt is None else batch_prompt
     if steps < 0 or batch_prompt < 1:
         raise UsageError(
             f"--generate {steps} or --batch-prompt {batch_prompt} is out of range.",
             hint="Use counts.",
         )
-    prompts, batches = (
-        [count for count in parse_counts(name, text) if count]
-        for name, text in (
-            ("--prompt", defaults.prompt if prompt is None else prompt),
-            ("--batch", defaults.batch if batch is None else batch),
-        )
-    )
-    depths = parse_counts("--depth", defaults.depth if depth is None else depth)
+    prompts = [count for count in counts("--prompt", options.prompt, defaults.prompt) if count]
+    batches = [count for count in counts("--batch", options.batch, defaults.batch) if count]
+    depths = counts("--depth", options.depth, defaults.depth)
     trials = make_trials(prompts, steps, depths, batches, batch_prompt)
     if not trials:
         raise UsageError("there is nothing to measure.", hint="Give --prompt or --generate.")
