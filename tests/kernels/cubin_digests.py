@@ -28,7 +28,7 @@ from tests.kernels.test_rtc import (
     gemm_cases,
 )
 from tiercel.kernels.attention import decode_attention_split, rotary_kv_write
-from tiercel.kernels.block import linear_group
+from tiercel.kernels.block import block_scaled_gemm, linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
@@ -49,6 +49,8 @@ HOPPER_ONLY = (
 )
 HOPPER_ONLY = ("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail")
 HOPPER_ONLY += ("moe_experts_gemm",)
+BLACKWELL = "sm_100a"
+BLACKWELL_ONLY = ("block_scaled_gemm",)  # kernels of tcgen05
 DTYPES = (torch.float16, torch.bfloat16)
 EXPERTS = ((256, 4096, 2048), (384, 7168, 3072))  # and columns of w1, of w2: DeepSeek-V4 Flash, Pro
 SMALL = DeviceLimits(46, 99 << 10)  # of GPUs that are not for data centres
@@ -126,6 +128,14 @@ def linear_group_sources() -> Iterator[rtc.KernelSource]:
         yield linear_group.cuda_source(kinds, given, config, 2, has_next=True)
 
 
+def blackwell_sources() -> Iterator[rtc.KernelSource]:
+    """Kernels of tcgen05, in all their forms."""
+    for is_nvfp4, is_gate_up, is_float_out in itertools.product((False, True), repeat=3):
+        yield block_scaled_gemm.gemm_source(
+            is_nvfp4=is_nvfp4, is_gate_up=is_gate_up, is_float_out=is_float_out
+        )
+
+
 def ngram_sources() -> Iterator[rtc.KernelSource]:
     """Searches, and the index of one, for tokens and lengths of 4 and 8 bytes."""
     for token_bytes, length_bytes in itertools.product((4, 8), (4, 8)):
@@ -192,13 +202,20 @@ def all_sources() -> list[rtc.KernelSource]:
         sources.append(all_reduce_source(ranks, dtype))
     sources += [*fused_sources(), *linear_group_sources(), *ngram_sources()]
     sources += [*fused_sources(), *ngram_sources(), *moe_sources()]
-    sources += [*moe_gemm_sources(), *moe_token_sources()]
+    sources += [*moe_gemm_sources(), *moe_token_sources(), *blackwell_sources()]
     return list(dict.fromkeys(sources))
 
 
 def label(source: rtc.KernelSource) -> str:
     """The kernel and its macros, in words."""
     return " ".join([source.name, *(f"{name}={value}" for name, value in source.macros)])
+
+
+def is_for(source: rtc.KernelSource, arch: str) -> bool:
+    """Whether an architecture has the instructions of a kernel."""
+    if source.name in BLACKWELL_ONLY:
+        return arch == BLACKWELL
+    return arch == HOPPER or source.name not in HOPPER_ONLY
 
 
 def digest_all(archs: list[str], only: str, keep: Path | None) -> dict[str, dict[str, str]]:
@@ -214,9 +231,7 @@ def digest_all(archs: list[str], only: str, keep: Path | None) -> dict[str, dict
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for arch in archs:
             sources = [
-                source
-                for source in all_sources()
-                if only in label(source) and (arch == HOPPER or source.name not in HOPPER_ONLY)
+                source for source in all_sources() if only in label(source) and is_for(source, arch)
             ]
             found = pool.map(digest, sources, itertools.repeat(arch))
             digests[arch] = dict(zip(map(label, sources), found, strict=True))

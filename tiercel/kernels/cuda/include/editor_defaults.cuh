@@ -56,8 +56,11 @@
 #define TAIL 0
 #define WGS 3
 
-// ---- block: linear_group.py
+// ---- block: linear_group.py, block_scaled_gemm.py
 #define INPUT 0
+#define IS_FLOAT_OUT 0
+#define IS_GATE_UP 1
+#define IS_NVFP4 1
 #define KINDS 7
 #define TILES 1
 
