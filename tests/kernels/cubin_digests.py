@@ -27,7 +27,11 @@ from tests.kernels.test_rtc import (
     SOURCES,
     gemm_cases,
 )
-from tiercel.kernels.attention import decode_attention_split, rotary_kv_write
+from tiercel.kernels.attention import (
+    decode_attention_split,
+    rotary_kv_write,
+    sparse_attention_blackwell,
+)
 from tiercel.kernels.block import block_scaled_gemm, linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
@@ -50,7 +54,7 @@ HOPPER_ONLY = (
 HOPPER_ONLY = ("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail")
 HOPPER_ONLY += ("moe_experts_gemm",)
 BLACKWELL = "sm_100a"
-BLACKWELL_ONLY = ("block_scaled_gemm",)  # kernels of tcgen05
+BLACKWELL_ONLY = ("block_scaled_gemm", "sparse_attention_blackwell")  # kernels of tcgen05
 DTYPES = (torch.float16, torch.bfloat16)
 EXPERTS = ((256, 4096, 2048), (384, 7168, 3072))  # and columns of w1, of w2: DeepSeek-V4 Flash, Pro
 SMALL = DeviceLimits(46, 99 << 10)  # of GPUs that are not for data centres
@@ -130,6 +134,7 @@ def linear_group_sources() -> Iterator[rtc.KernelSource]:
 
 def blackwell_sources() -> Iterator[rtc.KernelSource]:
     """Kernels of tcgen05, in all their forms."""
+    yield sparse_attention_blackwell.attention_source()
     for is_nvfp4, is_gate_up, is_float_out in itertools.product((False, True), repeat=3):
         yield block_scaled_gemm.gemm_source(
             is_nvfp4=is_nvfp4, is_gate_up=is_gate_up, is_float_out=is_float_out
