@@ -101,8 +101,11 @@ class Steps:
         model.bind_cache(self.pools)
 
     @torch.inference_mode()
-    def step(self, counts: dict[int, int]) -> tuple[Batch, Tensor]:
-        """Compute so many tokens more of some rows; returns the batch and its states."""
+    def step(self, counts: dict[int, int], longest: int | None = None) -> tuple[Batch, Tensor]:
+        """Compute so many tokens more of some rows; returns the batch and its states.
+
+        longest: bound of the lengths; None for the largest of them.
+        """
         device = self.token_ids.device
         rows = torch.tensor(list(counts), dtype=torch.int32, device=device)
         lengths = tuple(counts.values())
@@ -125,7 +128,7 @@ class Steps:
             sum(lengths),
             len(lengths),
             max(lengths),
-            max(ends),
+            longest or max(ends),
         )
         return batch, self.model.forward(batch)
 
