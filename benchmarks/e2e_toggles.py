@@ -57,6 +57,8 @@ TOGGLES = {
     "TIERCEL_ROPE_KERNEL": env.has_rope_kernel,
     "TIERCEL_ROUTE_KERNEL": env.has_route_kernel,
     "TIERCEL_COMPRESS_KERNEL": env.has_compress_kernel,
+    "TIERCEL_SPARSE_ATTENTION_KERNEL": env.has_sparse_attention_kernel,
+    "TIERCEL_INDEXER_KERNEL": env.has_indexer_kernel,
 }
 ONCE_A_PROCESS = ("TIERCEL_PDL",)
 

@@ -147,9 +147,10 @@ def has_block_kernel() -> bool:
 def has_linear_group() -> bool:
     """Whether ``TIERCEL_LINEAR_GROUP`` lets matrices of one x be multiplied in one launch.
 
-    For up to 8 tokens of DeepSeek-V4; more take other kernels, so ``TIERCEL_EXACT`` forbids it.
+    For a few tokens of DeepSeek-V4; more take other kernels, so with ``TIERCEL_EXACT`` a step has
+    no more.
     """
-    return read_flag("TIERCEL_LINEAR_GROUP", default=True) and not is_exact()
+    return read_flag("TIERCEL_LINEAR_GROUP", default=True)
 
 
 def has_prefill_mmq() -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.dsv4_files import TINY as TINY_V4
 from tests.engine.toy_model import ToyModel
 from tests.tiny_llm import LLAMA
 from tiercel import async_llm, llm
@@ -17,6 +18,7 @@ from tiercel.engine.options import resolve_own_device, resolve_ranks, resolve_th
 from tiercel.errors import ArgumentError
 from tiercel.llm import LLM
 from tiercel.models.decoder import Decoder
+from tiercel.models.deepseek_v4_model import DeepseekV4
 from tiercel.models.source import open_source
 
 CONTEXT = 2048  # of the tiny model
@@ -102,6 +104,27 @@ def test_time_bounds_steps_where_it_was_requested_and_on_a_cpu_alone(monkeypatch
     assert resolve(timed_steps=True).timed_steps
     monkeypatch.setattr(build, "resolve_device", lambda _: torch.device("cuda:0"))
     assert not resolve(timed_steps=True).timed_steps
+
+
+def test_exact_steps_are_as_small_as_the_bits_of_a_model_allow(monkeypatch):
+    """On a GPU; a dense model has exact kernels for any number of tokens."""
+    v4 = open_source(TINY_V4)
+    given = {"dtype": "bfloat16", "max_num_seqs": 64, "num_spec_tokens": 3}
+
+    def sizes(source, **options):
+        config = resolve_config(source, LoadOptions(**(given | options)))
+        return config.max_num_batched_tokens, config.max_num_seqs
+
+    monkeypatch.setenv("TIERCEL_EXACT", "1")
+    assert sizes(v4, device="cpu") == (2048, 64)
+    monkeypatch.setattr(build, "resolve_device", lambda _: torch.device("cuda:0"))
+    most = DeepseekV4.exact_tokens
+    assert sizes(v4) == (most, most)
+    assert sizes(v4, spec="ngram") == (most, most // 4)
+    assert sizes(v4, max_num_batched_tokens=5, max_num_seqs=2) == (5, 2)
+    assert sizes(open_source(LLAMA))[1] == 64
+    monkeypatch.delenv("TIERCEL_EXACT")
+    assert sizes(v4)[1] == 64
 
 
 def test_options_become_the_configuration(monkeypatch):

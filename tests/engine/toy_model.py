@@ -17,6 +17,7 @@ class ToyModel:
     """See `tiercel/models/model.py`."""
 
     block_size, state_dtype, packs_items, weights_per_layer = 16, torch.bfloat16, False, 2**30
+    exact_tokens = None
 
     @staticmethod
     def check_options(config, options):

@@ -235,19 +235,22 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
         budget = MemoryBudget(device, utilization, num_engines=options.num_replicas)
         return needed <= budget.left()
 
+    max_num_seqs = resolve_count("max_num_seqs", options.max_num_seqs, MAX_SEQS[device.type], 4096)
+    max_num_batched_tokens = resolve_count(
+        "max_num_batched_tokens",
+        options.max_num_batched_tokens,
+        MAX_BATCHED_TOKENS[device.type],
+        2**20,
+    )
+    if env.is_exact() and device.type == "cuda" and model.exact_tokens is not None:
+        max_num_batched_tokens = min(max_num_batched_tokens, model.exact_tokens)
+        max_num_seqs = min(max_num_seqs, max(1, model.exact_tokens // (1 + spec.max_drafts)))
     return EngineConfig(
         device=device,
         dtype=resolve_dtype(dtype, device, source.format, fits),
         max_model_len=max_model_len,
-        max_num_seqs=resolve_count(
-            "max_num_seqs", options.max_num_seqs, MAX_SEQS[device.type], 4096
-        ),
-        max_num_batched_tokens=resolve_count(
-            "max_num_batched_tokens",
-            options.max_num_batched_tokens,
-            MAX_BATCHED_TOKENS[device.type],
-            2**20,
-        ),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         block_size=model.block_size,
         gpu_memory_utilization=utilization,
         prefix_cache=env.has_prefix_cache(),

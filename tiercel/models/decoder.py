@@ -52,6 +52,7 @@ class Decoder:
     block_size: ClassVar[int] = 64
     state_dtype: ClassVar[torch.dtype] = torch.float32
     packs_items: ClassVar[bool] = True
+    exact_tokens: ClassVar[int | None] = None
 
     @staticmethod
     def check_options(config: ModelConfig, options: ModelOptions) -> None:

@@ -31,6 +31,7 @@ from tiercel.models.deepseek_v4_build import DeepseekV4Builder
 from tiercel.models.deepseek_v4_draft import DeepseekV4DraftHead
 from tiercel.models.model import AttentionPlan, TimedAttention, TimedProduct
 from tiercel.models.weights import WeightReader
+from tiercel.ops.linear_group import MAX_TOKENS
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.ops.step_index import step_index
 from tiercel.ops.step_index_torch import CompressKind, StepIndex
@@ -47,6 +48,7 @@ class DeepseekV4:
 
     block_size: ClassVar[int] = BLOCK_SIZE
     packs_items: ClassVar[bool] = False
+    exact_tokens: ClassVar[int | None] = MAX_TOKENS
 
     def __init__(
         self,

@@ -219,6 +219,13 @@ class ModelClass(Protocol):
     def packs_items(self) -> bool:
         """See `Model`."""
 
+    @property
+    def exact_tokens(self) -> int | None:
+        """Most tokens of a step on a GPU whose bits depend on no other token; None: no bound.
+
+        ``TIERCEL_EXACT`` keeps steps below it.
+        """
+
     def check_options(self, config: ModelConfig, options: ModelOptions) -> None:
         """Refuse options that the model does not have.
 

@@ -70,7 +70,7 @@ def device_refusal(device: torch.device) -> str:
     if device.type != "cuda":
         return f"there is no kernel on {device.type}"
     if not env.has_linear_group():
-        return "TIERCEL_EXACT=1" if env.is_exact() else "TIERCEL_LINEAR_GROUP=0"
+        return "TIERCEL_LINEAR_GROUP=0"
     if torch.cuda.get_device_capability(device) < kernel.CAPABILITY:
         return "the device has no products of bfloat16"
     return ""
