@@ -147,10 +147,10 @@ def test_the_floor_counts_entries_index_keys_and_chosen_experts():
     cost = msgspec.structs.replace(
         COST, windows={3: 3}, entries=entries, expert_bytes=900, expert_share=1 / 3
     )
-    # One step at length 33: windows of 3, at most 3 of 8 entries in two layers, all 4 in one.
+    # Steps at lengths 33 and 34: windows of 3, at most 3 of 8 entries in two layers, all 4 in one.
     seen = 3 * 3 + 2 * 3 + 4
     for batch, chosen in ((1, 300.0), (2, 500.0)):
-        trial = Trial(batch, 32, 1)
+        trial = Trial(batch, 32, 2)
         num_bytes = 1000 + chosen + batch * (seen * 6 + 2 * 8 * 7)
         flops = batch * (2 * 110 + 4 * 5 * seen + 2 * 2 * 8 * 11)
         for ceilings, expected in ((READS, num_bytes), (COMPUTES, flops)):
@@ -166,6 +166,8 @@ def test_defaults_of_deepseek_v4_fit_its_context():
     )
     short = default_trials(replace(config, max_position=2048), 128)
     assert (short.prompt, short.depth, short.batch) == ("0", "1024", "8,64")
+    shorter = default_trials(replace(config, max_position=1024 + 64 + 100), 128)
+    assert (shorter.prompt, shorter.depth, shorter.batch) == ("0", "0", "0")
     least = default_trials(replace(config, max_position=256), 128)
     assert (least.prompt, least.depth, least.batch) == ("0", "0", "0")
     dense = open_source(DATA / "gemma3-tiny.gguf").config
