@@ -235,16 +235,9 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
         budget = MemoryBudget(device, utilization, num_engines=options.num_replicas)
         return needed <= budget.left()
 
-    max_num_seqs = resolve_count("max_num_seqs", options.max_num_seqs, MAX_SEQS[device.type], 4096)
-    max_num_batched_tokens = resolve_count(
-        "max_num_batched_tokens",
-        options.max_num_batched_tokens,
-        MAX_BATCHED_TOKENS[device.type],
-        2**20,
+    max_num_seqs, max_num_batched_tokens = _resolve_sizes(
+        options, device, spec.max_drafts, model.exact_tokens
     )
-    if env.is_exact() and device.type == "cuda" and model.exact_tokens is not None:
-        max_num_batched_tokens = min(max_num_batched_tokens, model.exact_tokens)
-        max_num_seqs = min(max_num_seqs, max(1, model.exact_tokens // (1 + spec.max_drafts)))
     return EngineConfig(
         device=device,
         dtype=resolve_dtype(dtype, device, source.format, fits),
@@ -267,6 +260,26 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
         expert_parallel=options.expert_parallel,
         num_replicas=options.num_replicas,
     )
+
+
+def _resolve_sizes(
+    options: LoadOptions, device: torch.device, max_drafts: int, exact_tokens: int | None
+) -> tuple[int, int]:
+    """The most requests that run together, and the most tokens of a step.
+
+    exact_tokens: of the model, see `ModelClass`.
+    """
+    num_seqs = resolve_count("max_num_seqs", options.max_num_seqs, MAX_SEQS[device.type], 4096)
+    num_tokens = resolve_count(
+        "max_num_batched_tokens",
+        options.max_num_batched_tokens,
+        MAX_BATCHED_TOKENS[device.type],
+        2**20,
+    )
+    if exact_tokens is None or device.type == "cpu" or not env.is_exact():
+        return num_seqs, num_tokens
+    most = max(1, exact_tokens // (1 + max_drafts))
+    return min(num_seqs, most), min(num_tokens, exact_tokens)
 
 
 def settled(source: ModelSource, options: LoadOptions, config: EngineConfig) -> LoadOptions:
