@@ -22,7 +22,7 @@ from tiercel.errors import InstallationError
 OPERATORS: Final = (
     *("mhc_mix_pre", "mhc_mix_post", "mhc_mix_collapse", "latent_rope", "latent_write"),
     *("index_key_write", "indexer_topk", "sparse_attention", "moe_route", "moe_route_hash"),
-    *("moe_experts", "grouped_linear"),
+    *("moe_experts", "grouped_linear", "linear", "kv_compress_step"),
 )
 PREFIX: Final = "tiercel_"
 # Where vLLM has `CustomOp`: up to 0.16, and later.

@@ -12,8 +12,10 @@ from tiercel.ops import grouped_linear as grouped
 from tiercel.ops import latent_rope as rope
 from tiercel.ops import library, mhc_mix, moe_route
 from tiercel.ops.block_quantize import block_quantize, encode_index_keys, encode_kv_entries
+from tiercel.ops.dequantize import dequantize
 from tiercel.ops.indexer_topk import indexer_topk
 from tiercel.ops.indexer_topk_torch import PagedKeys
+from tiercel.ops.kv_compress import Terms, kv_compress_step
 from tiercel.ops.moe_experts import moe_experts
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.ops.sparse_attention import sparse_attention
@@ -127,6 +129,15 @@ def groups():
     return ops.grouped_linear, arguments, grouped.grouped_linear(arguments[0], weight, 2)
 
 
+def products(kind, is_wide):
+    planes, weight = stack(kind, 40, 64)
+    x = normal(T, 64).bfloat16() if is_wide else normal(T, 64)
+    dense = weight if isinstance(weight, torch.Tensor) else dequantize(weight, torch.float32)
+    expected = x.float() @ dense.float().t()
+    block = [128, 128] if kind == "FP8_BLOCK" else [1, 1]
+    return ops.linear, (x, planes, kind, block, is_wide), expected
+
+
 CASES = {
     made.__name__: made
     for made in (
@@ -147,6 +158,35 @@ def test_results_are_those_of_the_functions(name):
     has_arithmetic = not any(kind in name for kind in ("FP8_BLOCK", "NVFP4"))
     checks = ("test_schema",) * has_arithmetic + ("test_faketensor", "test_autograd_registration")
     torch.library.opcheck(op.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("kind", ["BF16", "FP8_BLOCK", "MXFP4", "Q8_0"])
+def test_products_with_weights_of_each_kind(kind, is_wide):
+    op, arguments, expected = products(kind, is_wide)
+    found = op(*arguments)
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() <= 5e-3 * expected.norm()
+    torch.library.opcheck(op.default, arguments, test_utils=("test_faketensor",))
+
+
+def test_entries_are_formed_and_inputs_kept():
+    ratio, width = 4, 32
+    kv, gate, bias = normal(ratio, width), normal(ratio, width), normal(ratio, width)
+    phase, slots = torch.arange(ratio), torch.tensor([6, 2, -1, 4])
+    terms = torch.tensor([3]), torch.tensor([[0, 1, 2, 3]]), torch.full((1, 4), -1)
+    rest = normal(width), table(), 1e-6
+    planes = [torch.zeros(2, 4, width) for _ in range(2)]
+    expected = [plane.clone() for plane in planes]
+    wanted = kv_compress_step(
+        (kv, gate), bias, phase, tuple(expected), slots, Terms(*terms), *rest[:2], eps=rest[2]
+    )
+    arguments = kv, gate, bias, phase, *planes, slots, *terms, *rest
+    assert torch.equal(ops.kv_compress_step(*arguments), wanted)
+    assert all(map(torch.equal, planes, expected))
+    assert planes[0].any()
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.kv_compress_step.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("is_encoded", [False, True])

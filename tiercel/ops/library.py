@@ -27,14 +27,19 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
+from tiercel.ops import block_matvec as block_op
 from tiercel.ops import grouped_linear as grouped_linear_op
 from tiercel.ops import indexer_topk as indexer_op
+from tiercel.ops import kv_compress as compress_op
 from tiercel.ops import latent_rope as rope_op
+from tiercel.ops import linear as linear_op
 from tiercel.ops import mhc_mix as mhc_op
 from tiercel.ops import moe_experts as experts_op
 from tiercel.ops import moe_route as route_op
 from tiercel.ops import sparse_attention as attention_op
 from tiercel.ops.indexer_topk_torch import PagedKeys
+from tiercel.ops.kv_compress_torch import Terms
+from tiercel.ops.linear import LinearWeight
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.ops.sparse_attention_torch import SlottedKV
 from tiercel.quant import QuantTensor
@@ -110,6 +115,39 @@ def _grouped_linear(
     x: Tensor, weight: list[Tensor], kind: str, block: list[int], num_groups: int
 ) -> Tensor:
     return grouped_linear_op.grouped_linear(x, weight_of(weight, kind, block), num_groups)
+
+
+def _linear(
+    x: Tensor, weight: list[Tensor], kind: str, block: list[int], is_wide: bool = False
+) -> Tensor:
+    made = weight_of(weight, kind, block)
+    segment = made.to(x.dtype) if isinstance(made, Tensor) else made
+    reads_blocks = not block_op.device_refusal(x.device)
+    rows, columns = segment.shape
+    prepared = LinearWeight((segment,), (rows, columns), reads_blocks=reads_blocks)
+    out_dtype = torch.float32 if is_wide else x.dtype
+    return linear_op.linear(x.contiguous(), prepared, out_dtype=out_dtype)
+
+
+def _kv_compress_step(
+    kv: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    phase: Tensor,
+    stored_kv: Tensor,
+    stored_gate: Tensor,
+    slot_mapping: Tensor,
+    entries: Tensor,
+    fresh: Tensor,
+    stored: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    eps: float,
+) -> Tensor:
+    planes, terms = (stored_kv, stored_gate), Terms(entries, fresh, stored)
+    return compress_op.kv_compress_step(
+        (kv, gate), bias, phase, planes, slot_mapping, terms, weight, table, eps=eps
+    )
 
 
 def _indexer_topk(
@@ -317,6 +355,22 @@ _register(
     "str gate_up_kind, str down_kind, int[2] block, float? limit) -> Tensor",
     _experts,
     _like,
+)
+_register(
+    f"linear(Tensor x, {_WEIGHT}, bool is_wide=False) -> Tensor",
+    _linear,
+    lambda x, weight, kind, block, is_wide=False: x.new_empty(  # noqa: ARG005
+        (x.shape[0], weight[0].shape[0]), dtype=torch.float32 if is_wide else x.dtype
+    ),
+)
+_register(
+    "kv_compress_step(Tensor kv, Tensor gate, Tensor bias, Tensor phase, Tensor(a!) stored_kv, "
+    "Tensor(b!) stored_gate, Tensor slot_mapping, Tensor entries, Tensor fresh, Tensor stored, "
+    "Tensor weight, Tensor table, float eps) -> Tensor",
+    _kv_compress_step,
+    lambda kv, *rest: kv.new_empty(  # entries are the eighth argument, the norm's weight the 11th
+        (rest[6].shape[0], rest[9].shape[0]), dtype=torch.float32
+    ),
 )
 _register(
     f"grouped_linear(Tensor x, {_WEIGHT}, int num_groups) -> Tensor",
