@@ -8,6 +8,7 @@ the server rehearse their own layers after this one, with requests through the s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from tiercel.engine.engine import Engine
@@ -87,6 +88,15 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
         engine: with nothing to do.
         vocab_size: token ids are below it.
     """
+    config = engine.config
+    engine.config = replace(config, sync_debug=False)  # a kernel that is loaded waits
+    try:
+        _run_every_kind(engine, vocab_size)
+    finally:
+        engine.config = config
+
+
+def _run_every_kind(engine: Engine, vocab_size: int) -> None:
     config = engine.config
     most = min(config.max_model_len - NUM_NEW, engine.scheduler.cache.capacity - NUM_NEW)
     if config.device.type == "cuda":
