@@ -14,11 +14,13 @@ from benchmarks.deepseek_v4_layers import (
     make_pools,
     measure_workspace,
 )
-from tests.small_v4 import SMALL, text_prompts
+from tests.small_v4 import SMALL, text_ids, text_prompts
 from tests.tiny_llm import greedy, ids_of, open_on_gpu
 from tiercel.cache.spec import group_specs
 from tiercel.config import ModelOptions
 from tiercel.kernels.attention.sparse_attention import num_splits
+from tiercel.kernels.runtime import rtc
+from tiercel.kernels.runtime.triton_launch import TritonLaunch
 from tiercel.models.deepseek_v4_model import DeepseekV4
 from tiercel.models.weights import WeightReader
 from tiercel.ops.indexer_topk_torch import WORKSPACE_BYTES
@@ -70,6 +72,23 @@ def test_no_step_waits_for_the_device(monkeypatch, spec):
     with open_on_gpu(SMALL, max_num_seqs=4, spec=spec) as llm:
         outputs = llm.generate(PROMPTS, greedy(200)) + llm.generate(PROMPTS, SAMPLED)
     assert all(output.outputs[0].finish_reason in ("stop", "length") for output in outputs)
+
+
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+def test_nothing_compiles_once_the_model_is_loaded(monkeypatch, spec):
+    """Neither Triton nor NVRTC: not for any length, nor for mixed steps, nor after a hit."""
+
+    def refuse(*arguments, **options):
+        raise AssertionError(f"compiled after loading: {arguments}")
+
+    with open_on_gpu(SMALL, max_num_seqs=8, spec=spec) as llm:
+        monkeypatch.setattr(TritonLaunch, "_compile", refuse)
+        monkeypatch.setattr(rtc, "load_cubin", refuse)
+        ids = text_ids()
+        for length in (1, 2, 3, 5, 7, 9, 15, 16, 17, 33, 64, 65, 129, 300, 1000):
+            llm.generate({"prompt_token_ids": list(ids[:length])}, greedy(3))
+        llm.generate([*PROMPTS, *text_prompts(4, 29)], greedy(20))
+        llm.generate(PROMPTS, SAMPLED)
 
 
 @pytest.fixture(scope="module")

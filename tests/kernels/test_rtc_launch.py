@@ -1,6 +1,8 @@
 """What launches tell the CUDA driver, with a driver that notes it down."""
 
 import ctypes
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -57,6 +59,24 @@ def driver(monkeypatch):
     stream = "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, stream, lambda index: STREAM + index, raising=False)
     return driver
+
+
+def test_a_kernel_is_loaded_once_for_launches_of_all_sizes(driver, monkeypatch):
+    """Loading waits for the device, and a launch of another size may come within a step."""
+    loads, limits = [], []
+    driver.cuModuleLoadData = lambda module, cubin: loads.append(cubin) or 0
+    driver.cuModuleGetFunction = lambda function, module, name: 0
+    driver.cuFuncSetAttribute = lambda function, kind, size: limits.append((kind, size)) or 0
+    monkeypatch.setattr(rtc, "load_cubin", lambda source, arch: b"cubin")
+    monkeypatch.setattr(rtc, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: MagicMock())
+    source, device = rtc.KernelSource("any", (("SIZE", 1),)), torch.device("cuda", 0)
+    sizes = (0, 70000, 50000, 90000, 70000)
+    kernels = [rtc.load_kernel(source, device, size) for size in sizes]
+    assert [kernel.smem_bytes for kernel in kernels] == list(sizes)
+    assert loads == [b"cubin"]
+    assert limits == [(8, 70000), (8, 90000)]  # never lowered
 
 
 KERNEL = rtc.Kernel("any", ctypes.c_void_p(1234), torch.device("cuda", 0), 4567)

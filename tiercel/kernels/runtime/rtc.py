@@ -353,9 +353,9 @@ def max_smem_bytes(device: torch.device) -> int:
 
 @functools.cache
 def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0) -> Kernel:
-    """Load the entry point named like its source; once per process, device and size.
+    """Load the entry point named like its source; once per process and device.
 
-    Compiles and waits for the device: call it before a graph is captured.
+    Compiles and waits for the device at the first size: call it before a graph is captured.
 
     Args:
         source: the kernel.
@@ -365,6 +365,24 @@ def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0)
     Raises:
         InternalError: the kernel cannot be compiled or loaded.
     """
+    loaded = _load_function(source, device)
+    if smem_bytes > loaded.most_smem_bytes:
+        code = _driver().cuFuncSetAttribute(loaded.function, _MAX_DYNAMIC_SMEM, smem_bytes)
+        _check(code, f"{source.name}: asking for {smem_bytes} bytes of shared memory")
+        loaded.most_smem_bytes = smem_bytes
+    return Kernel(source.name, loaded.function, device, smem_bytes)
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A function on one device, and the most dynamic shared memory that its launches may have."""
+
+    function: ctypes.c_void_p
+    most_smem_bytes: int = _STATIC_SMEM_LIMIT
+
+
+@functools.cache
+def _load_function(source: KernelSource, device: torch.device) -> _Loaded:
     cubin = load_cubin(source, device_arch(device))
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     name = source.name
@@ -373,13 +391,10 @@ def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0)
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"{name}: loading")
         code = _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
         _check(code, f"{name}: finding the entry point")
-        if smem_bytes > _STATIC_SMEM_LIMIT:
-            code = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM, smem_bytes)
-            _check(code, f"{name}: asking for {smem_bytes} bytes of shared memory")
         if dict(source.macros).get("CLUSTER", 1) > _PORTABLE_CLUSTER:
             code = _driver().cuFuncSetAttribute(function, _NON_PORTABLE_CLUSTER, 1)
             _check(code, f"{name}: asking for large clusters")
-    return Kernel(name, function, device, smem_bytes)
+    return _Loaded(function)
 
 
 def has_dependent_launch(device: torch.device) -> bool:
