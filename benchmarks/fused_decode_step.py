@@ -1,4 +1,4 @@
-"""All layers of Qwen3-8B (Q4_K_M) for one token in one launch, in a graph, by depth of the context.
+"""Whole decode steps (Q4_K_M) in one launch: Qwen3-8B by depth, other sizes at depth 1,024.
 
     python -m benchmarks.fused_decode_step --out benchmarks/results/decode_step_h200.json
 
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.model_shapes import SHAPES, decoder_shape, has_more_bits
 from benchmarks.op_timing import Case, main, relative_error
 from benchmarks.packed_matvec import random_part
-from benchmarks.synthetic_model import has_more_bits
 from tiercel.batch import Batch
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK_TOKENS,
-    HEAD,
-    HIDDEN,
-    KV_HEADS,
     MATRICES,
+    StepGeometry,
+    make_geometry,
+    refuse_shape,
 )
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_decode_step import (
@@ -37,9 +37,10 @@ from tiercel.quant import QuantTensor
 from tiercel.quant_types import QuantType
 from tiercel.reference import fused_decode_step as oracle
 
-LAYERS, SLICES = 36, 3
+MAIN = "qwen3-8b"
 DEPTHS = (0, 1024, 8192, 32767)
-EPS, SCALE = 1e-6, HEAD**-0.5
+DEPTH = 1024  # of the other sizes
+EPS, SCALE = 1e-6, 128**-0.5
 V_AND_DOWN = 1 << 2 | 1 << 5
 
 
@@ -49,6 +50,11 @@ class Model:
 
     weights: FusedDecodeStepWeights
     parts: list[dict[str, list[QuantTensor]]]
+
+    @property
+    def geometry(self) -> StepGeometry:
+        """Of the decoder."""
+        return self.weights.geometry
 
 
 @dataclass(frozen=True)
@@ -60,37 +66,46 @@ class Inputs:
     batch: Batch
 
 
-def make_model(device: torch.device) -> Model:
+def make_model(name: str, device: torch.device) -> Model:
     """Random weights of the real shapes and types."""
-    masks = [V_AND_DOWN * has_more_bits(i, LAYERS) for i in range(LAYERS)]
-    builder = FusedDecodeStepBuilder(masks, SLICES, device)
-    kv_size = KV_HEADS * HEAD
-    rows = {"q": HIDDEN, "k": kv_size, "v": kv_size, "o": HIDDEN, "down": HIDDEN}
+    shape = decoder_shape(name)
+    layers, hidden = shape.num_layers, shape.hidden_size
+    masks = [V_AND_DOWN * has_more_bits(i, layers) for i in range(layers)]
+    builder = FusedDecodeStepBuilder(make_geometry(shape, masks), device)
+    rows = {"q": shape.q_size, "k": shape.kv_size, "v": shape.kv_size, "o": hidden, "down": hidden}
+    columns = {"o": shape.q_size, "down": shape.intermediate_size}
     parts: list[dict[str, list[QuantTensor]]] = []
     for layer, mask in enumerate(masks):
         matrices = {}
-        for i, name in enumerate(MATRICES):
+        for i, matrix in enumerate(MATRICES):
             qtype = QuantType.Q6_K if mask >> i & 1 else QuantType.Q4_K
-            shape = (rows.get(name, SLICES * 4096), 4096 * (SLICES if name == "down" else 1))
-            count = 2 if name == "gate_up" else 1
+            size = (rows.get(matrix, shape.intermediate_size), columns.get(matrix, hidden))
+            count = 2 if matrix == "gate_up" else 1
             seed = 100 * layer + 10 * i
-            matrices[name] = [random_part(qtype, shape, seed + part) for part in range(count)]
+            matrices[matrix] = [random_part(qtype, size, seed + part) for part in range(count)]
         builder.add(layer, matrices)
         parts.append(matrices)
-    ones = torch.ones(HIDDEN, device=device)
-    angles = torch.rand(1, HEAD // 2, device=device)
+    ones = torch.ones(hidden, device=device)
+    angles = torch.rand(1, shape.head_dim // 2, device=device)
     rope = torch.stack((angles.cos(), angles.sin()), dim=1)
-    norms, head_norms = [ones] * 2 * LAYERS, [ones[:HEAD]] * 2 * LAYERS
-    return Model(builder.finish(norms, head_norms, rope, eps=EPS, scale=SCALE), parts)
+    is_normed, is_biased = SHAPES[name].arch == "qwen3", SHAPES[name].arch == "qwen2"
+    head_norms = [torch.ones(shape.head_dim, device=device)] * 2 * layers if is_normed else []
+    biases = [torch.zeros(shape.q_size + 2 * shape.kv_size, device=device)] * layers
+    norms = [ones] * 2 * layers
+    weights = builder.finish(
+        norms, head_norms, biases if is_biased else [], rope, eps=EPS, scale=SCALE
+    )
+    return Model(weights, parts)
 
 
-def make_inputs(depth: int, device: torch.device, seed: int) -> Inputs:
+def make_inputs(model: Model, depth: int, device: torch.device, seed: int) -> Inputs:
     """A context whose blocks are in any order."""
+    sizes = model.geometry.shape
     generator = torch.Generator(device).manual_seed(seed)
     needed = depth // BLOCK_TOKENS + 1
 
     def plane() -> Tensor:
-        shape = (needed + 1, BLOCK_TOKENS, KV_HEADS, HEAD)
+        shape = (needed + 1, BLOCK_TOKENS, sizes.num_kv_heads, sizes.head_dim)
         return torch.randn(shape, dtype=torch.float16, device=device, generator=generator)
 
     table = torch.randperm(needed, device=device, generator=generator).int() + 1
@@ -111,8 +126,9 @@ def make_inputs(depth: int, device: torch.device, seed: int) -> Inputs:
         max_query_len=1,
         max_seq_len=depth + 1,
     )
-    caches = prepare_caches([plane() for _ in range(LAYERS)], [plane() for _ in range(LAYERS)])
-    x = torch.randn(1, HIDDEN, device=device, generator=generator)
+    k, v = ([plane() for _ in range(sizes.num_layers)] for _ in range(2))
+    caches = prepare_caches(model.geometry, k, v)
+    x = torch.randn(1, sizes.hidden_size, device=device, generator=generator)
     return Inputs(x, caches, batch)
 
 
@@ -123,10 +139,10 @@ class OracleLayers:
         self.model, self.inputs = model, inputs
 
     def __len__(self) -> int:
-        return LAYERS
+        return len(self.model.parts)
 
     def __getitem__(self, layer: int) -> dict[str, Tensor]:
-        if layer >= LAYERS:
+        if layer >= len(self):
             raise IndexError(layer)
         matrices, inputs = self.model.parts[layer], self.inputs
         names = {name: (name,) for name in MATRICES} | {"gate_up": ("gate", "up")}
@@ -136,9 +152,9 @@ class OracleLayers:
             for own, part in zip(names[name], matrices[name], strict=True)
         }
         weights = self.model.weights
-        assert weights.head_norms is not None
         dense |= dict(zip(("attn_norm", "mlp_norm"), weights.norms[2 * layer :], strict=False))
-        dense |= dict(zip(("q_norm", "k_norm"), weights.head_norms[layer], strict=True))
+        if weights.head_norms is not None:
+            dense |= dict(zip(("q_norm", "k_norm"), weights.head_norms[layer], strict=True))
         depth = int(inputs.batch.seq_lens[0]) - 1
         blocks = inputs.batch.block_tables[0, 0].long()
         for name, planes in (("keys", inputs.caches.k), ("values", inputs.caches.v)):
@@ -146,9 +162,10 @@ class OracleLayers:
         return dense
 
 
-def make_case(model: Model, depth: int, device: torch.device) -> Case:
-    """One depth."""
-    kv_bytes = LAYERS * 2 * KV_HEADS * HEAD * 2 * (depth + 1)
+def make_case(name: str, model: Model, depth: int, device: torch.device) -> Case:
+    """One size and depth."""
+    sizes = model.geometry.shape
+    kv_bytes = sizes.num_layers * 2 * sizes.kv_size * 2 * (depth + 1)
 
     def check(inputs: Inputs) -> float:
         out = fused_decode_step(inputs.x, model.weights, inputs.caches, inputs.batch)
@@ -157,23 +174,26 @@ def make_case(model: Model, depth: int, device: torch.device) -> Case:
         return relative_error(out[0], expected)
 
     return Case(
-        name=f"Qwen3-8B Q4_K_M depth={depth}",
-        make=lambda seed: make_inputs(depth, device, seed),
+        name=f"{name} Q4_K_M depth={depth}",
+        make=lambda seed: make_inputs(model, depth, device, seed),
         run=lambda inputs: fused_decode_step(inputs.x, model.weights, inputs.caches, inputs.batch),
         check=check,
-        tolerance=5e-2,  # codes of 8 bits that fall on the other side, over 36 layers
-        num_bytes=model.weights.stream.numel() + kv_bytes,
+        tolerance=5e-2,  # codes of 8 bits that fall on the other side, over all layers
+        num_bytes=model.weights.stream.data.numel() + kv_bytes,
         max_sets=1,
     )
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """Yield one Case per depth."""
+    """Yield one Case per depth of Qwen3-8B, then one per other size that fits."""
     if device.type == "cpu":
         raise SystemExit("fused_decode_step: this kernel runs on a GPU.")
-    model = make_model(device)
-    for depth in DEPTHS:
-        yield make_case(model, depth, device)
+    others = [name for name in SHAPES if name != MAIN]
+    for name in [MAIN, *others]:
+        if refuse_shape(decoder_shape(name)) is None:
+            model = make_model(name, device)
+            for depth in DEPTHS if name == MAIN else (DEPTH,):
+                yield make_case(name, model, depth, device)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -45,6 +47,22 @@ SHAPES = {
     "gemma3-12b": Shape(3840, 48, 16, 8, 256, 15360, 262_144, 131_072, "gemma3", True, 1024),
     "gemma3-27b": Shape(5376, 62, 32, 16, 128, 21504, 262_144, 131_072, "gemma3", True, 1024),
 }
+
+
+def decoder_shape(name: str, num_layers: int = 0) -> DecoderShape:
+    """One of SHAPES as the kernel of whole decode steps sees it, all of its layers or some."""
+    shape = SHAPES[name]
+    return DecoderShape(
+        num_layers or shape.layers,
+        shape.hidden,
+        shape.intermediate,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.head_dim,
+        shape.context,
+        "outputs of attention and MLP are normed" if shape.arch == "gemma3" else "",
+    )
 
 
 def has_more_bits(layer: int, layers: int) -> bool:

@@ -1,21 +1,42 @@
-"""Random layers of the sizes of the fused decode step, for the kernel and for its oracle."""
+"""Random layers of any sizes of the fused decode step, for the kernel and for its oracle."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from tiercel.kernels.fused.fused_decode_step_geometry import HEAD, HIDDEN, MATRICES
+from tiercel.kernels.fused.fused_decode_step_geometry import (
+    MATRICES,
+    DecoderShape,
+    make_geometry,
+    refuse_shape,
+)
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_decode_step import FusedDecodeStepBuilder, FusedDecodeStepWeights
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
-EPS, SCALE = 0.2, HEAD**-0.5  # eps is so large that it matters
+EPS, SCALE = 0.2, 128**-0.5  # eps is so large that it matters
 POSITIONS = 64
 V_AND_DOWN = 1 << 2 | 1 << 5  # the matrices of a layer that are Q6_K in half of a Q4_K_M file
-ROWS = {"q": HIDDEN, "k": 1024, "v": 1024, "o": HIDDEN, "down": HIDDEN}
+
+
+def make_shape(num_layers=1, hidden=4096, inner=4096, heads=32, kv_heads=8, head_dim=128):
+    """Sizes of a decoder, those of Qwen3-8B but for its MLP."""
+    return DecoderShape(num_layers, hidden, inner, heads, kv_heads, head_dim, head_dim, 40960)
+
+
+def rows_of(shape):
+    """Rows of each matrix of a layer."""
+    rows = dict.fromkeys(("o", "down"), shape.hidden_size) | {"q": shape.q_size}
+    return rows | dict.fromkeys(("k", "v"), shape.kv_size) | {"gate_up": shape.intermediate_size}
+
+
+def columns_of(shape):
+    """Columns of each matrix of a layer."""
+    columns = dict.fromkeys(MATRICES, shape.hidden_size)
+    return columns | {"o": shape.q_size, "down": shape.intermediate_size}
 
 
 def random_matrix(rows, columns, qtype, generator):
@@ -46,24 +67,28 @@ class Model:
         }
 
 
-def make_model(masks, slices, device, seed=0, *, has_qk_norm=True, inner=None):
-    """Random layers; `inner` is the intermediate size if it does not fill all slices."""
-    inner = inner or 4096 * slices
+def make_model(
+    masks, shape=None, device="cpu", seed=0, *, has_qk_norm=True, has_bias=False, spread=1.5
+):
+    """Random layers of a shape; spread: of the weights of norms."""
+    shape = replace(shape or make_shape(), num_layers=len(masks))
+    assert refuse_shape(shape) is None
+    geometry = make_geometry(shape, masks)
     generator = torch.Generator(device).manual_seed(seed)
 
     def near_one(size):
-        return 0.25 + 1.5 * torch.rand(size, device=device, generator=generator)
+        noise = torch.rand(size, device=device, generator=generator)
+        return 1 + spread * (noise - 0.5)
 
-    builder = FusedDecodeStepBuilder(masks, slices, device)
-    layers, norms, head_norms = [], [], []
+    builder = FusedDecodeStepBuilder(geometry, torch.device(device))
+    rows, columns = rows_of(shape), columns_of(shape)
+    layers, norms, head_norms, biases = [], [], [], []
     for index, mask in enumerate(masks):
         layer = {}
         for i, name in enumerate(MATRICES):
             qtype = (QuantType.Q4_K, QuantType.Q6_K)[mask >> i & 1]
-            columns = inner if name == "down" else 4096
             names = ("gate", "up") if name == "gate_up" else (name,)
-            rows = ROWS.get(name, inner)
-            parts = [random_matrix(rows, columns, qtype, generator) for _ in names]
+            parts = [random_matrix(rows[name], columns[name], qtype, generator) for _ in names]
             layer |= dict(zip(names, parts, strict=True))
         builder.add(
             index,
@@ -72,12 +97,16 @@ def make_model(masks, slices, device, seed=0, *, has_qk_norm=True, inner=None):
                 for name in MATRICES
             },
         )
-        layer |= {"attn_norm": near_one(HIDDEN), "mlp_norm": near_one(HIDDEN)}
+        layer |= {"attn_norm": near_one(shape.hidden_size), "mlp_norm": near_one(shape.hidden_size)}
         norms += [layer["attn_norm"], layer["mlp_norm"]]
         if has_qk_norm:
-            layer |= {"q_norm": near_one(HEAD), "k_norm": near_one(HEAD)}
+            layer |= {"q_norm": near_one(shape.head_dim), "k_norm": near_one(shape.head_dim)}
             head_norms += [layer["q_norm"], layer["k_norm"]]
+        if has_bias:
+            layer |= {f"{name}_bias": near_one(rows[name]) - 1 for name in "qkv"}
+            biases.append(torch.cat([layer[f"{name}_bias"] for name in "qkv"]))
         layers.append(layer)
-    angles = torch.rand(POSITIONS, HEAD // 2, device=device, generator=generator) * 6.3
+    angles = torch.rand(POSITIONS, shape.head_dim // 2, device=device, generator=generator) * 6.3
     rope = torch.stack((angles.cos(), angles.sin()), dim=1)
-    return Model(builder.finish(norms, head_norms, rope, eps=EPS, scale=SCALE), layers)
+    weights = builder.finish(norms, head_norms, biases, rope, eps=EPS, scale=SCALE)
+    return Model(weights, layers)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.launches_on_cpu import compile_library, describe_failure, read_kernel
 from tiercel.batch import Batch
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS
+from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS, StepGeometry
 from tiercel.ops.fused_decode_step import FusedDecodeStepWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -21,9 +21,11 @@ RUN = (HERE / "run_ctas.hpp", HERE / "run_fused_decode_step.cpp")
 MAP_BYTES = 128
 
 
-def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> ctypes.CDLL:
+def build(
+    geometry: StepGeometry, folder: Path, *, has_qk_norm: bool, has_bias: bool = False
+) -> ctypes.CDLL:
     """Compile the source with the headers that replace a GPU; skip where that is impossible."""
-    source = kernel.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
+    source = kernel.cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias)
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     run = "".join(part.read_text() for part in RUN)
     text = macros + (HERE / "device.hpp").read_text() + read_kernel(source.name) + run
@@ -47,7 +49,8 @@ def run(
     assert sizes == tuple(library.struct_bytes(i) for i in range(2))
     caches = structures[1]()
     for i, plane in enumerate(plane for pair in zip(k, v, strict=True) for plane in pair):
-        words = struct.pack("QQ", plane.data_ptr(), plane.shape[0] * BLOCK_TOKENS)
+        num_tokens = plane.shape[0] * BLOCK_TOKENS
+        words = struct.pack("4Q", plane.data_ptr(), num_tokens, *plane.shape[2:])
         ctypes.memmove(ctypes.addressof(caches.maps) + MAP_BYTES * i, words, len(words))
         caches.planes[i] = plane.data_ptr()
     exchange = torch.full_like(weights.exchange, kernel.EXCHANGE_EMPTY)
@@ -56,11 +59,13 @@ def run(
     args = kernel.make_args(
         x,
         out,
-        weights.stream,
+        weights.stream.data,
         weights.starts,
-        weights.masks,
+        weights.shares,
+        weights.geometry.masks,
         weights.norms,
         weights.head_norms,
+        weights.bias,
         weights.rope,
         exchange,
         batch.positions,

@@ -163,6 +163,10 @@ template <class T> DEV T __shfl_sync(u32, T v, int lane) { return collect(v)[lan
 template <class T> DEV T __shfl_xor_sync(u32, T v, int mask) {
   return collect(v)[lane_id() ^ mask];
 }
+template <class T> DEV T __shfl_down_sync(u32, T v, int step) {
+  const auto lanes = collect(v);
+  return lane_id() + step < WARP ? lanes[lane_id() + step] : v;
+}
 template <class T> DEV T __shfl_up_sync(u32, T v, int step) {
   const auto lanes = collect(v);
   return lane_id() < step ? v : lanes[lane_id() - step];
@@ -276,9 +280,9 @@ DEV void store_relaxed(void* p, uint4 v) {
   if ((u64)p % 16) fail("alignment of a store");
   *(uint4*)p = v, ++events;
 }
-DEV void store_relaxed(u64* p, u32 lo, u32 hi) {
-  if ((u64)p % 8) fail("alignment of a store");
-  *p = lo | (u64)hi << 32, ++events;
+DEV void store_relaxed_word(u32* p, u32 v) {
+  if ((u64)p % 4) fail("alignment of a store");
+  *p = v, ++events;
 }
 DEV void send(u32 to, u32 bar, std::vector<u8> data) {
   if (to + data.size() > SMEM) fail("a copy leaves shared memory");
@@ -302,15 +306,17 @@ DEV void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
   if (to % 16 || (u64)from % 16 || bytes % 16) fail("alignment of a bulk copy");
   send(to, bar, std::vector<u8>((const u8*)from, (const u8*)from + bytes));
 }
-// A box of 32 tokens x 1 head x 64 dimensions of (tokens, 8, 128) 16-bit values, 128-byte swizzle.
+// A box of 32 tokens x 1 head x 64 dimensions of (tokens, heads, width) 16-bit values, 128-byte
+// swizzle; of the map come the address, tokens, heads and width.
 DEV void tma3(u32 to, const TMap* map, u32 bar, int x, int y, int z) {
-  u64 words[2];
+  u64 words[4];
   std::memcpy(words, map, sizeof words);
-  if (to % 1024 || z < 0 || (u64)z + 32 > words[1]) fail("a TMA box");
+  if (to % 1024 || z < 0 || (u64)z + 32 > words[1] || (u64)y >= words[2] || (u64)x + 64 > words[3])
+    fail("a TMA box");
   std::vector<u8> box(4096);
   for (int t = 0; t < 32; ++t)
     for (int c = 0; c < 8; ++c) {
-      const u64 from = words[0] + 2 * ((((u64)z + t) * 8 + y) * 128 + x) + 16 * c;
+      const u64 from = words[0] + 2 * ((((u64)z + t) * words[2] + y) * words[3] + x) + 16 * c;
       std::memcpy(&box[128 * t + ((c ^ (t & 7)) << 4)], (const void*)from, 16);
     }
   send(to, bar, std::move(box));

@@ -25,7 +25,9 @@ from tests.kernels.test_rtc import (
     CLUSTER_SOURCES,
     PACKED_SOURCES,
     SOURCES,
+    STEP_SIZES,
     gemm_cases,
+    step_source,
 )
 from tiercel.kernels.attention import (
     decode_attention_split,
@@ -36,6 +38,8 @@ from tiercel.kernels.block import block_scaled_gemm, linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
+from tiercel.kernels.collectives.all_reduce import all_reduce_source
+from tiercel.kernels.fused import fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.moe import moe_experts_gemm, moe_experts_tiles
 from tiercel.kernels.packed import packed_mmq
@@ -96,8 +100,8 @@ def decode_attention_sources() -> Iterator[rtc.KernelSource]:
 
 def fused_sources() -> Iterator[rtc.KernelSource]:
     """The step of a decoder, and its layers from one attention to the next."""
-    for num_layers, slices, has_qk_norm in ((36, 3, True), (32, 3, False), (96, 4, True)):
-        yield fused_decode_step.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
+    for name in STEP_SIZES:
+        yield step_source(name)
     for tokens, shape, types in CHAINS:
         yield fused_layer_tail.cuda_source(tokens, partition(shape, types, 132))
     half = ChainShape(4096, 2048, 6144, 2560, 512)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.model_shapes import SHAPES, decoder_shape
 from tiercel.errors import InternalError
 from tiercel.kernels.attention import (
     indexer_scores,
@@ -29,6 +30,7 @@ from tiercel.kernels.fused import fused_decode_step, fused_layer_tail, mhc_mix_s
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source, norm_warps
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
+from tiercel.kernels.fused.fused_decode_step_geometry import make_geometry, refuse_shape
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
 from tiercel.kernels.packed.packed_gemm import (
@@ -67,6 +69,20 @@ SOURCES = [
     mia_source(is_part=True),
     mia_source("fast", is_part=True),
 ]
+
+
+STEP_SIZES = [name for name in SHAPES if refuse_shape(decoder_shape(name)) is None]
+
+
+def step_source(name):
+    """The kernel of whole decode steps of a published model."""
+    geometry, arch = (
+        make_geometry(decoder_shape(name), (0,) * SHAPES[name].layers),
+        SHAPES[name].arch,
+    )
+    return fused_decode_step.cuda_source(
+        geometry, has_qk_norm=arch == "qwen3", has_bias=arch == "qwen2"
+    )
 
 
 def compile_here(source, folder, arch=ARCH):
@@ -300,12 +316,10 @@ def test_multi_item_attention_compiles_as_designed(source, tmp_path):
     assert sum("gsb0" in lines[number] for number in products) <= len(products) / 5
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "slices", "has_qk_norm"), [(36, 3, True), (32, 3, False), (96, 4, True)]
-)
-def test_decode_step_compiles_as_designed(num_layers, slices, has_qk_norm, tmp_path):
+@pytest.mark.parametrize("name", STEP_SIZES)
+def test_decode_step_compiles_as_designed(name, tmp_path):
     """640 threads an SM, nothing in local memory: 60 bytes of spills cost 17% of the time."""
-    source = fused_decode_step.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
+    source = step_source(name)
     cubin = compile_here(source, tmp_path)
     assert registers_of(cubin, tmp_path) * fused_decode_step.THREADS <= 65536
     text = ask(cubin, tmp_path, "nvdisasm", "-c")

@@ -10,19 +10,27 @@ import pytest
 import torch
 
 from tests import fused_decode_step_on_cpu
-from tests.fused_decode_step_model import EPS, POSITIONS, ROWS, SCALE, V_AND_DOWN, make_model
+from tests.fused_decode_step_model import (
+    EPS,
+    POSITIONS,
+    SCALE,
+    V_AND_DOWN,
+    columns_of,
+    make_model,
+    make_shape,
+    rows_of,
+)
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
-from tiercel.kernels.fused import fused_decode_step_stream
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK_TOKENS,
-    HEAD,
-    HIDDEN,
-    KV_HEADS,
     MATRICES,
+    make_geometry,
 )
+from tiercel.kernels.fused.fused_decode_step_stream import StreamLayout
 from tiercel.ops.fused_decode_step import (
     FusedDecodeStepBuilder,
+    StepStream,
     fused_decode_step,
     prepare_caches,
 )
@@ -34,6 +42,27 @@ CPU = torch.device("cpu")
 # Of a layer. A code of 8 bits that falls on the other side changes an input by 1 / 127 of the
 # largest in its group.
 TOLERANCE = 1.5e-2
+ALL_Q6 = 63
+# Each way of sharing rows, with few of them: what published sizes have, and heads of 64, several
+# query heads, biases, CTAs with more and with fewer groups.
+SHAPES = {
+    "whole": make_shape(inner=8192),  # as Qwen3-8B: a warp has a whole row
+    "rows": make_shape(hidden=1024, inner=768, heads=16),  # a warp has four rows; 8 CTAs o and down
+    "slices": make_shape(hidden=2560, inner=9728),  # two warps a row of five blocks; 80 CTAs
+    "wide": make_shape(hidden=5120, inner=1280, heads=40),  # four warps a row; two parts of o, down
+    "widest": make_shape(hidden=8192, inner=4352, heads=64),  # eight heads share one
+    "llama": make_shape(hidden=2048, inner=2048, head_dim=64),
+    "qwen2": make_shape(hidden=3584, inner=2560, heads=28, kv_heads=4),  # seven heads, 32 splits
+    "tiny": make_shape(hidden=512, inner=768, heads=8, kv_heads=2, head_dim=64),
+}
+HAS_BIAS = ("qwen2", "tiny")
+HAS_QK_NORM = ("whole", "rows", "slices", "wide")
+
+
+def make_sized(name, masks, device="cpu"):
+    """A model of one of SHAPES."""
+    is_normed, is_biased = name in HAS_QK_NORM, name in HAS_BIAS
+    return make_model(masks, SHAPES[name], device, has_qk_norm=is_normed, has_bias=is_biased)
 
 
 def make_batch(length, device, *, num_blocks=0, row=2, position=5):
@@ -66,17 +95,18 @@ def make_batch(length, device, *, num_blocks=0, row=2, position=5):
     ), num_blocks
 
 
-def make_planes(num_layers, num_blocks, batch, device):
+def make_planes(model, num_blocks, batch, device):
     """Caches whose tokens are random, and NaN where nothing may be read."""
+    shape, num_layers = model.weights.geometry.shape, len(model.layers)
     length = batch.context_lens[0]
     table = batch.block_tables[0, batch.rows[0]].long()
     tokens = torch.arange(length - 1, device=device)
     slots = table[tokens // BLOCK_TOKENS] * BLOCK_TOKENS + tokens % 64
     planes = []
     for _ in range(2 * num_layers):
-        shape = (num_blocks, BLOCK_TOKENS, KV_HEADS, HEAD)
-        plane = torch.full(shape, float("nan"), dtype=torch.float16, device=device)
-        values = torch.randn(length - 1, KV_HEADS, HEAD, device=device)
+        size = (num_blocks, BLOCK_TOKENS, shape.num_kv_heads, shape.head_dim)
+        plane = torch.full(size, float("nan"), dtype=torch.float16, device=device)
+        values = torch.randn(length - 1, shape.num_kv_heads, shape.head_dim, device=device)
         plane.flatten(0, 1)[slots] = values.half()
         planes.append(plane)
     return planes[:num_layers], planes[num_layers:], slots
@@ -89,8 +119,8 @@ def run_both(model, length, device, *, rounds=True):
     """
     num_layers = len(model.layers)
     batch, num_blocks = make_batch(length, device)
-    k, v, slots = make_planes(num_layers, num_blocks, batch, device)
-    x = torch.randn(1, HIDDEN, device=device)
+    k, v, slots = make_planes(model, num_blocks, batch, device)
+    x = torch.randn(1, model.weights.geometry.shape.hidden_size, device=device)
     layers = [
         model.dense(i) | {"keys": k[i].flatten(0, 1)[slots], "values": v[i].flatten(0, 1)[slots]}
         for i in range(num_layers)
@@ -98,7 +128,7 @@ def run_both(model, length, device, *, rounds=True):
     turn = model.weights.rope[int(batch.positions[0])]
     expected, new = oracle.fused_decode_step(x[0], layers, turn, EPS, SCALE, rounds=rounds)
     before = [plane.clone() for plane in (*k, *v)]
-    out = fused_decode_step(x, model.weights, prepare_caches(k, v), batch)
+    out = fused_decode_step(x, model.weights, prepare_caches(model.weights.geometry, k, v), batch)
     slot = int(batch.slot_mapping[0, 0])
     wanted = torch.stack([pair[i] for i in range(2) for pair in new])
     written = torch.stack([plane.flatten(0, 1)[slot] for plane in (*k, *v)])
@@ -113,63 +143,55 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-ALL_Q6 = 63
-SLICES_INNER = 4096 + 1792  # two slices, the second not full
+BIG = ("whole", "slices", "widest", "llama", "qwen2")
 
 
-@pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize("qtype", [QuantType.Q4_K, QuantType.Q6_K], ids=lambda q: q.name)
-def test_packing_keeps_every_byte(name, qtype):
-    slices = 2 if name == "down" else 1
-    rows = ROWS.get(name, 2 * HIDDEN)
-    data = torch.randint(0, 256, (rows, qtype.row_bytes(4096 * slices)), dtype=torch.uint8)
-    packed = fused_decode_step_stream.pack_matrix(name, data)
-    assert packed.numel() == data.numel()
-    assert torch.equal(fused_decode_step_stream.unpack_matrix(name, packed), data)
-
-
-def test_places_cover_the_stream():
-    """Every byte of it belongs to one matrix of one layer, in the order of use."""
-    masks, slices = (0, V_AND_DOWN, ALL_Q6), 3
-    num_bytes, starts = fused_decode_step_stream.stream_layout(masks, slices)
-    covered = []
-    for layer in range(3):
-        places = fused_decode_step_stream.matrix_places(masks, slices, starts, layer)
-        covered += [span for name in MATRICES for span in places[name]]
-    covered.sort()
-    assert covered[0][0] == 0
-    assert covered[-1][1] == num_bytes
-    assert all(a[1] == b[0] for a, b in pairwise(covered))
-
-
-@pytest.mark.parametrize("mask", [0, V_AND_DOWN])
-def test_cpu_matches_oracle(mask):
-    device = torch.device("cpu")
-    model = make_model([mask], 1, device, has_qk_norm=bool(mask))
-    assert run_both(model, 70, device) < TOLERANCE
-
-
-@pytest.mark.parametrize("mask", [0, ALL_Q6])
-def test_a_slice_that_is_not_full(mask):
-    """Llama-3-8B has 3.5 slices; the zeros that fill the last one add nothing."""
-    device = torch.device("cpu")
-    model = make_model([mask], 2, device, inner=4096 + 1792, has_qk_norm=False)
-    assert run_both(model, 70, device) < TOLERANCE
-
-
-@pytest.mark.gpu
-def test_llama_3_on_the_gpu(device):
-    model = make_model((V_AND_DOWN, 0), 4, device, inner=14336, has_qk_norm=False)
-    assert run_both(model, 100, device) < TOLERANCE * 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("has_qk_norm", [True, False])
 @pytest.mark.parametrize(
-    ("masks", "slices"), [((0,), 3), ((V_AND_DOWN, 0, ALL_Q6, 1, 2, 24), 3), ((ALL_Q6, 0), 1)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in BIG)) for name in SHAPES]
 )
-def test_matches_oracle(masks, slices, has_qk_norm, device):
-    model = make_model(masks, slices, device, has_qk_norm=has_qk_norm)
+def test_packing_keeps_every_byte(name):
+    """Every byte of the stream but what fills up to 16 belongs to one matrix."""
+    shape = replace(SHAPES[name], num_layers=2)
+    stream = StepStream(make_geometry(shape, (0, ALL_Q6)), CPU)
+    rows, columns, written = rows_of(shape), columns_of(shape), 0
+    matrices = {}
+    for layer in range(2):
+        qtype = QuantType.Q6_K if layer else QuantType.Q4_K
+        for matrix in MATRICES:
+            count = rows[matrix] * (2 if matrix == "gate_up" else 1)
+            data = torch.randint(
+                1, 256, (count, qtype.row_bytes(columns[matrix])), dtype=torch.uint8
+            )
+            stream.write(layer, matrix, data)
+            matrices[layer, matrix] = data
+            written += data.numel()
+    for (layer, matrix), data in matrices.items():
+        assert torch.equal(stream.read(layer, matrix), data)
+    assert (stream.data != 0).sum() == written
+
+
+def test_sequences_follow_each_other():
+    """Each group of warps of each CTA has its own, from end to end."""
+    layout = StreamLayout(make_geometry(replace(SHAPES["wide"], num_layers=3), (0, ALL_Q6, 0)))
+    starts = layout.starts.flatten()
+    assert starts[0] == 0
+    assert (starts[1:] >= starts[:-1]).all()
+    places = [layout.place(i, name).flatten() for i in range(3) for name in MATRICES]
+    assert torch.equal(places[0], starts)
+    assert all((after >= before).all() for before, after in pairwise(places))
+    assert (places[-1][:-1] <= starts[1:]).all()
+
+
+@pytest.mark.parametrize(("name", "mask"), [("tiny", 0), ("rows", V_AND_DOWN), ("llama", ALL_Q6)])
+def test_cpu_matches_oracle(name, mask):
+    assert run_both(make_sized(name, (mask,)), 70, CPU) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_matches_oracle_at_every_size(name, device):
+    masks = (V_AND_DOWN, 0, ALL_Q6, 1, 2, 24)
+    model = make_sized(name, masks, device)
     assert run_both(model, 100, device) < TOLERANCE * len(masks)
     assert run_both(model, 100, device, rounds=False) < 3e-2 * len(masks)
 
@@ -179,12 +201,14 @@ def build_source(tmp_path_factory):
     """Compiles the source for a model on a processor; once for each."""
 
     @functools.cache
-    def build(masks, inner, has_qk_norm):
-        slices = -(-inner // 4096)
-        model = make_model(masks, slices, CPU, inner=inner, has_qk_norm=has_qk_norm)
+    def build(name, masks):
+        model = make_sized(name, masks)
         folder = tmp_path_factory.mktemp("step")
         return model, fused_decode_step_on_cpu.build(
-            len(masks), slices, folder, has_qk_norm=has_qk_norm
+            model.weights.geometry,
+            folder,
+            has_qk_norm=model.weights.head_norms is not None,
+            has_bias=model.weights.bias is not None,
         )
 
     return build
@@ -192,12 +216,13 @@ def build_source(tmp_path_factory):
 
 def run_on_cpu(library, model, length, **options):
     """The result of the source for a token, with new keys and values, and the expected result."""
-    num_layers = len(model.layers)
+    weights = model.weights
     batch, num_blocks = make_batch(length, CPU)
-    planes = make_planes(num_layers, num_blocks, batch, CPU)[:2]
-    x, copies = torch.randn(1, HIDDEN), [[plane.clone() for plane in side] for side in planes]
-    out = fused_decode_step_on_cpu.run(library, x, model.weights, *copies, batch, **options)
-    expected = fused_decode_step(x, model.weights, prepare_caches(*planes), batch)
+    planes = make_planes(model, num_blocks, batch, CPU)[:2]
+    x = torch.randn(1, weights.geometry.shape.hidden_size)
+    copies = [[plane.clone() for plane in side] for side in planes]
+    out = fused_decode_step_on_cpu.run(library, x, weights, *copies, batch, **options)
+    expected = fused_decode_step(x, weights, prepare_caches(weights.geometry, *planes), batch)
     slot = int(batch.slot_mapping[0, 0])
     pairs = [pair for side in zip(copies, planes, strict=True) for pair in zip(*side, strict=True)]
     for copy, plane in pairs:
@@ -210,27 +235,41 @@ def run_on_cpu(library, model, length, **options):
     ]
 
 
-@pytest.mark.parametrize(
-    ("masks", "inner", "has_qk_norm", "length"),
-    [
-        # Tiles of keys for all groups of warps.
-        pytest.param((V_AND_DOWN, ALL_Q6 - V_AND_DOWN), 4096, True, 2100, id="layers"),
-        # No key but the new one.
-        pytest.param((0,), SLICES_INNER, False, 1, id="slices"),
-    ],
-)
-def test_source_matches_op(masks, inner, has_qk_norm, length, build_source):
+def check_source(build_source, name, masks, length):
     """Each matrix of either type; keys and values of each layer."""
-    model, library = build_source(masks, inner, has_qk_norm)
+    model, library = build_source(name, masks)
     for result, expected in zip(*run_on_cpu(library, model, length), strict=True):
         assert relative_error(result, expected.double()) < TOLERANCE * len(masks)
 
 
+@pytest.mark.parametrize(
+    ("name", "masks", "length"),
+    [
+        # Tiles of keys for all groups of warps.
+        pytest.param("rows", (V_AND_DOWN, ALL_Q6 - V_AND_DOWN), 2100, id="layers"),
+        # No key but the new one.
+        pytest.param("whole", (0,), 1, id="slices"),
+        pytest.param("tiny", (0, ALL_Q6), 70, id="tiny"),
+        pytest.param("qwen2", (V_AND_DOWN,), 300, id="qwen2"),
+    ],
+)
+def test_source_matches_op(name, masks, length, build_source):
+    check_source(build_source, name, masks, length)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("masks", [(0,), (ALL_Q6, V_AND_DOWN)], ids=str)
+def test_source_matches_op_at_every_size(name, masks, build_source):
+    check_source(build_source, name, masks, 600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows", "wide"])
 @pytest.mark.parametrize("length", [1, 70, 2500])
-def test_source_in_any_order_of_warps(build_source, length):
+def test_source_in_any_order_of_warps(build_source, length, name):
     """No index, wait or reuse of shared memory depends on who comes first: bit by bit."""
-    model, library = build_source((V_AND_DOWN,), 4096, True)
+    model, library = build_source(name, (V_AND_DOWN,))
     results = []
     for seed in range(2):
         torch.manual_seed(0)
@@ -241,9 +280,10 @@ def test_source_in_any_order_of_warps(build_source, length):
     assert torch.equal(*results)
 
 
-def test_source_ends_without_its_neighbours(build_source):
+@pytest.mark.parametrize("name", ["whole", "tiny"])
+def test_source_ends_without_its_neighbours(build_source, name):
     """CTAs that wait in vain for other CTAs end after a while, with NaN."""
-    model, library = build_source((0,), SLICES_INNER, False)
+    model, library = build_source(name, (0,) if name == "whole" else (0, ALL_Q6))
     (result, *_), _ = run_on_cpu(library, model, 70, late=120)
     assert result[: 120 * 32].isnan().all()
 
@@ -255,18 +295,19 @@ LENGTHS = (1, 2, 8, 9, 10, 32, 33, 34, 64, 65, 66, 512, 513, 514, 600, 2048, 204
 
 @pytest.mark.gpu
 def test_every_depth(device):
-    model = make_model((0, V_AND_DOWN), 1, device)
+    model = make_model((0, V_AND_DOWN), device=device)
     for length in LENGTHS:
         assert run_both(model, length, device) < 2 * TOLERANCE, length
 
 
 @pytest.mark.gpu
 def test_scratch_writes_nothing(device):
-    model = make_model((0,), 1, device)
+    model = make_model((0,), device=device)
     batch, num_blocks = make_batch(1, device)
-    k, v, _ = make_planes(1, num_blocks, batch, device)
+    k, v, _ = make_planes(model, num_blocks, batch, device)
     batch = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1))
-    caches, x = prepare_caches(k, v), torch.randn(1, HIDDEN, device=device)
+    caches = prepare_caches(model.weights.geometry, k, v)
+    x = torch.randn(1, 4096, device=device)
     out = fused_decode_step(x, model.weights, caches, batch)
     assert out.isfinite().all()
     assert k[0].isnan().all()
@@ -276,13 +317,14 @@ def test_scratch_writes_nothing(device):
 @pytest.mark.gpu
 def test_replays_have_the_bits_of_a_launch(device):
     """One graph serves all lengths; 64 steps that feed each other."""
-    model = make_model((V_AND_DOWN, 0, 0), 3, device)
+    model = make_sized("wide", (V_AND_DOWN, 0, 0), device)
     num_blocks = 20
     batch, _ = make_batch(1000, device, num_blocks=num_blocks)
-    k, v, _ = make_planes(3, num_blocks, batch, device)
+    k, v, _ = make_planes(model, num_blocks, batch, device)
     for plane in (*k, *v):
         plane.nan_to_num_(0.5)
-    caches, start = prepare_caches(k, v), torch.randn(1, HIDDEN, device=device)
+    caches = prepare_caches(model.weights.geometry, k, v)
+    start = torch.randn(1, 5120, device=device)
 
     def steps(run):
         planes = [plane.clone() for plane in (*k, *v)]
@@ -316,10 +358,11 @@ def test_replays_have_the_bits_of_a_launch(device):
 
 
 def test_wrong_arguments(device):
-    builder = FusedDecodeStepBuilder((0,), 1, torch.device("meta"))
+    geometry = make_geometry(make_shape(), (0,))
+    builder = FusedDecodeStepBuilder(geometry, CPU)
     wrong = QuantTensor(QuantType.Q6_K, Layout.FILE, (4096, 4096), {})
     with pytest.raises(ArgumentError, match="q of layer 0 is Q6_K"):
         builder.add(0, dict.fromkeys(MATRICES, (wrong,)))
-    plane = torch.zeros((3, 64, KV_HEADS, HEAD), device=device)
+    plane = torch.zeros((3, 64, 8, 128), device=device)
     with pytest.raises(ArgumentError, match="a cache is"):
-        prepare_caches([plane], [plane])
+        prepare_caches(geometry, [plane], [plane])

@@ -55,7 +55,8 @@ class FusedDecodeStep:
 
     def bind_cache(self, planes: Sequence[dict[str, Tensor]], group: int) -> None:
         """Take the planes of all layers, in order, found through a group's tables."""
-        self.caches = prepare_caches([p["k"] for p in planes], [p["v"] for p in planes])
+        k, v = ([plane[name] for plane in planes] for name in ("k", "v"))
+        self.caches = prepare_caches(self.weights.geometry, k, v)
         self.group = group
 
     def supports(self, batch: Batch) -> bool:
@@ -90,18 +91,22 @@ def make_fused_decode_step(
     geometry = partition(shape, types)
     if isinstance(geometry, Refusal):
         return geometry
-    builder = FusedDecodeStepBuilder(geometry.masks, geometry.slices, device)
+    builder = FusedDecodeStepBuilder(geometry, device)
     norms: list[Tensor] = []
     head_norms: list[Tensor] = []
+    biases: list[Tensor] = []
     for index, (layer, cut) in enumerate(zip(layers, known, strict=True)):
         builder.add(index, {name: part.in_file_layout() for name, part in cut.items()})
         norms += [layer.attn_norm, layer.mlp_norm]
         head_norms += layer.head_norms
+        if layer.attention.qkv.bias is not None:
+            biases.append(layer.attention.qkv.bias.float())
     attention = layers[0].attention
     return FusedDecodeStep(
         builder.finish(
             norms,
             head_norms,
+            biases,
             attention.rope_table,
             eps=eps,
             scale=attention.shape.scale,

@@ -12,22 +12,13 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused import fused_decode_step_stream
-from tiercel.kernels.fused.fused_decode_step_geometry import (
-    BLOCK_TOKENS,
-    COLUMNS,
-    HEAD,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
-    MATRICES,
-    TYPES,
-)
+from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS, MATRICES, TYPES
 from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape as DecoderShape
+from tiercel.kernels.fused.fused_decode_step_geometry import StepGeometry as StepGeometry
 from tiercel.kernels.fused.fused_decode_step_geometry import partition as partition
 from tiercel.kernels.fused.fused_decode_step_geometry import refuse_shape as refuse_shape
+from tiercel.kernels.fused.fused_decode_step_stream import MatrixOrder, StreamLayout
 from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
-from tiercel.kernels.fused.fused_refusal import CTAS
 from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
@@ -37,33 +28,76 @@ _TYPES = tuple(QuantType[name] for name in TYPES)
 _GROUP = 32  # activations with one scale
 
 
+class StepStream:
+    """The weights of all layers in one tensor, and where each matrix is.
+
+    Attributes:
+        geometry: of the decoder.
+        layout: of the stream.
+        data: (bytes,) uint8, in the order of kernels/fused/fused_decode_step_stream.py.
+    """
+
+    def __init__(self, geometry: StepGeometry, device: torch.device) -> None:
+        self.geometry = geometry
+        self.layout = StreamLayout(geometry)
+        # Not all bytes are weights: some fill up to 16.
+        self.data = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
+        self._orders: dict[tuple[str, bool], MatrixOrder] = {}
+
+    def _order(self, layer: int, name: str) -> MatrixOrder:
+        is_q6 = bool(self.geometry.masks[layer] >> MATRICES.index(name) & 1)
+        if (name, is_q6) not in self._orders:
+            self._orders[name, is_q6] = MatrixOrder(
+                self.geometry, name, self.data.device, is_q6=is_q6
+            )
+        return self._orders[name, is_q6]
+
+    def write(self, layer: int, name: str, rows: Tensor) -> None:
+        """Put a matrix, (rows, row bytes) uint8 as in a file, into its place."""
+        place = self.layout.place(layer, name)
+        self._order(layer, name).write(self.data, place, rows)
+
+    def read(self, layer: int, name: str) -> Tensor:
+        """The inverse of `write`."""
+        return self._order(layer, name).read(self.data, self.layout.place(layer, name))
+
+    def forget_orders(self) -> None:
+        """Free the lists of pieces, which a step does not need."""
+        self._orders.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class FusedDecodeStepWeights:
     """The weights of all layers as `fused_decode_step` reads them.
 
     Attributes:
-        stream: (CTAs, bytes) uint8, in the order of kernels/fused/fused_decode_step_stream.py.
-        starts: where each group of warps begins in its rows.
-        masks: of each layer, bit i set if matrix i is Q6_K, else Q4_K.
+        stream: the matrices.
+        starts: (CTAs, groups of warps) int64, where each group begins in the stream.
+        shares: (CTAs, 1 + most) int32, the groups of 32 pairs of gate and up of each CTA.
         norms: (2 * layers, hidden) float32, of attention and MLP in turn.
         head_norms: (layers, 2, head_dim) float32, of q and k; None without.
+        bias: (layers, rows of q, k and v) float32; None without.
         rope: (positions, 2, head_dim / 2) float32, cos and sin.
         exchange: int32, through which activations travel.
-        slices: of 4096 columns in a row of down.
         eps: of all norms.
         scale: of the scores.
     """
 
-    stream: Tensor
-    starts: tuple[int, ...]
-    masks: tuple[int, ...]
+    stream: StepStream
+    starts: Tensor
+    shares: Tensor
     norms: Tensor
     head_norms: Tensor | None
+    bias: Tensor | None
     rope: Tensor
     exchange: Tensor
-    slices: int
     eps: float
     scale: float
+
+    @property
+    def geometry(self) -> StepGeometry:
+        """Of the decoder."""
+        return self.stream.geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +112,15 @@ class FusedDecodeStepCaches:
 class FusedDecodeStepBuilder:
     """Packs the weights of all layers, one layer at a time, so that memory holds no second copy."""
 
-    def __init__(self, masks: Sequence[int], slices: int, device: torch.device) -> None:
+    def __init__(self, geometry: StepGeometry, device: torch.device) -> None:
         """Allocate.
 
         Args:
-            masks: of each layer, bit i set if `MATRICES[i]` is Q6_K, else Q4_K.
-            slices: intermediate_size / 4096, rounded up.
+            geometry: of the decoder.
             device: of the result.
         """
-        self.masks = tuple(masks)
-        self.slices = slices
-        num_bytes, self.starts = fused_decode_step_stream.stream_layout(masks, slices)
-        shape = (CTAS, num_bytes)
-        self.stream = torch.empty(shape, dtype=torch.uint8, device=device)
+        self.geometry = geometry
+        self.stream = StepStream(geometry, device)
 
     def add(self, layer: int, matrices: Mapping[str, Sequence[QuantTensor]]) -> None:
         """Write a layer.
@@ -102,10 +132,9 @@ class FusedDecodeStepBuilder:
         Raises:
             ArgumentError: a type is not that of the layer's mask.
         """
-        places = fused_decode_step_stream.matrix_places(self.masks, self.slices, self.starts, layer)
         for i, name in enumerate(MATRICES):
             parts = matrices[name]
-            expected = _TYPES[self.masks[layer] >> i & 1]
+            expected = _TYPES[self.geometry.masks[layer] >> i & 1]
             if any(part.qtype is not expected for part in parts):
                 raise ArgumentError(
                     f"fused_decode_step: {name} of layer {layer} is {parts[0].qtype.name}.",
@@ -113,21 +142,13 @@ class FusedDecodeStepBuilder:
                 )
             data = [part.planes["data"] for part in parts]
             rows = data[0] if len(data) == 1 else torch.stack(data, dim=1).flatten(0, 1)
-            packed = fused_decode_step_stream.pack_matrix(name, self._filled(name, rows, expected))
-            fused_decode_step_stream.write_matrix(self.stream, places[name], packed)
-
-    def _filled(self, name: str, rows: Tensor, qtype: QuantType) -> Tensor:
-        """Whole slices: blocks of zeros are weights of zero."""
-        wide = self.slices * COLUMNS
-        row_bytes = qtype.row_bytes(wide if name == "down" else COLUMNS)
-        num_rows = 2 * wide if name == "gate_up" else rows.shape[0]
-        missing = (0, row_bytes - rows.shape[1], 0, num_rows - rows.shape[0])
-        return torch.nn.functional.pad(rows, missing) if any(missing) else rows
+            self.stream.write(layer, name, rows)
 
     def finish(
         self,
         norms: Sequence[Tensor],
         head_norms: Sequence[Tensor],
+        biases: Sequence[Tensor],
         rope: Tensor,
         *,
         eps: float,
@@ -138,42 +159,46 @@ class FusedDecodeStepBuilder:
         Args:
             norms: (hidden,) float32, of attention and MLP of each layer in turn.
             head_norms: (head_dim,) float32, of q and k of each layer in turn; none without.
+            biases: (rows of q, k and v,) float32, of each layer; none without.
             rope: see `FusedDecodeStepWeights`.
             eps: of all norms.
             scale: of the scores.
         """
-        device = self.stream.device
-        words = kernel.exchange_words(self.slices)
+        device = self.stream.data.device
+        self.stream.forget_orders()
         weights = FusedDecodeStepWeights(
             self.stream,
-            self.starts,
-            self.masks,
+            self.stream.layout.starts.to(device),
+            torch.tensor(kernel.shares_table(self.geometry), dtype=torch.int32, device=device),
             torch.stack(list(norms)),
             torch.stack(list(head_norms)).unflatten(0, (-1, 2)) if head_norms else None,
+            torch.stack(list(biases)) if biases else None,
             rope,
-            torch.empty(words, dtype=torch.int32, device=device),
-            self.slices,
+            torch.empty(kernel.exchange_words(self.geometry), dtype=torch.int32, device=device),
             eps,
             scale,
         )
         if device.type == "cuda":
             kernel.load_fused_decode_step(
-                len(self.masks), self.slices, device, has_qk_norm=bool(head_norms)
+                self.geometry, device, has_qk_norm=bool(head_norms), has_bias=bool(biases)
             )
         return weights
 
 
-def prepare_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> FusedDecodeStepCaches:
+def prepare_caches(
+    geometry: StepGeometry, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]
+) -> FusedDecodeStepCaches:
     """Describe the caches of all layers to the kernel.
 
     Args:
+        geometry: of the decoder.
         k_caches: of each layer (blocks, 64, kv_heads, head_dim) float16 contiguous.
         v_caches: the same.
 
     Raises:
         ArgumentError: one has another shape or dtype.
     """
-    tail = (BLOCK_TOKENS, KV_HEADS, HEAD)
+    tail = (BLOCK_TOKENS, geometry.shape.num_kv_heads, geometry.shape.head_dim)
     for plane in (*k_caches, *v_caches):
         is_right = tuple(plane.shape[1:]) == tail and plane.is_contiguous()
         if not is_right or plane.dtype != torch.float16:
@@ -212,10 +237,11 @@ def fused_decode_step(
     Raises:
         ArgumentError: x or the batch is another.
     """
-    if x.shape != (1, HIDDEN) or x.dtype != torch.float32 or batch.num_tokens != 1:
+    hidden = weights.geometry.shape.hidden_size
+    if x.shape != (1, hidden) or x.dtype != torch.float32 or batch.num_tokens != 1:
         raise ArgumentError(
             f"fused_decode_step: x is {tuple(x.shape)} {x.dtype} for {batch.num_tokens} tokens.",
-            hint=f"Pass one token: (1, {HIDDEN}) float32.",
+            hint=f"Pass one token: (1, {hidden}) float32.",
         )
     if not x.is_cuda:
         return _fused_decode_step_torch(x[0], weights, caches, batch, group)[None]
@@ -224,11 +250,13 @@ def fused_decode_step(
     args = kernel.make_args(
         x.contiguous(),
         out,
-        weights.stream,
+        weights.stream.data,
         weights.starts,
-        weights.masks,
+        weights.shares,
+        weights.geometry.masks,
         weights.norms,
         weights.head_norms,
+        weights.bias,
         weights.rope,
         weights.exchange,
         batch.positions,
@@ -242,10 +270,10 @@ def fused_decode_step(
     kernel.launch_fused_decode_step(
         args,
         caches.on_device,
-        len(weights.masks),
-        weights.slices,
+        weights.geometry,
         x.device,
         has_qk_norm=weights.head_norms is not None,
+        has_bias=weights.bias is not None,
     )
     return out
 
@@ -280,17 +308,13 @@ def _fused_decode_step_torch(
     slots = tables[tokens // BLOCK_TOKENS].long() * BLOCK_TOKENS
     slots += tokens % BLOCK_TOKENS
     cos, sin = weights.rope[int(batch.positions[0])]
-    for layer, mask in enumerate(weights.masks):
-        places = fused_decode_step_stream.matrix_places(
-            weights.masks, weights.slices, weights.starts, layer
-        )
+    shape = weights.geometry.shape
+    for layer, mask in enumerate(weights.geometry.masks):
 
-        def times(name: str, y: Tensor, mask: int = mask, places: Any = places) -> Tensor:
-            is_q6 = bool(mask >> MATRICES.index(name) & 1)
-            packed = fused_decode_step_stream.read_matrix(weights.stream, places[name], is_q6=is_q6)
-            data = fused_decode_step_stream.unpack_matrix(name, packed)
-            shape = (data.shape[0], y.shape[0])
-            matrix = QuantTensor(_TYPES[is_q6], Layout.FILE, shape, {"data": data})
+        def times(name: str, y: Tensor, mask: int = mask, layer: int = layer) -> Tensor:
+            data = weights.stream.read(layer, name)
+            qtype = _TYPES[mask >> MATRICES.index(name) & 1]
+            matrix = QuantTensor(qtype, Layout.FILE, (len(data), len(y)), {"data": data})
             return dequantize(matrix, torch.float32) @ _rounded(y)
 
         def turned(heads: Tensor, i: int, layer: int = layer) -> Tensor:
@@ -300,7 +324,11 @@ def _fused_decode_step_torch(
             return torch.cat((first * cos - second * sin, second * cos + first * sin), 1).half()
 
         h = _norm(x, weights.norms[2 * layer], weights.eps)
-        q, k, v = (times(name, h).unflatten(0, (-1, HEAD)) for name in MATRICES[:3])
+        rows = [times(name, h) for name in MATRICES[:3]]
+        if weights.bias is not None:
+            biases = weights.bias[layer].split([len(row) for row in rows])
+            rows = [row + bias for row, bias in zip(rows, biases, strict=True)]
+        q, k, v = (row.unflatten(0, (-1, shape.head_dim)) for row in rows)
         q, k, v = turned(q, 0), turned(k, 1), v.half()
         keys, values = (
             torch.cat((plane[layer].flatten(0, 1)[slots], new[None])).float()
@@ -309,7 +337,7 @@ def _fused_decode_step_torch(
         if slot >= 0:
             caches.k[layer].flatten(0, 1)[slot] = k
             caches.v[layer].flatten(0, 1)[slot] = v
-        grouped = q.float().unflatten(0, (KV_HEADS, HEADS))
+        grouped = q.float().unflatten(0, (shape.num_kv_heads, -1))
         scores = torch.einsum("ghd,tgd->ght", grouped, keys) * weights.scale
         o = torch.einsum("ght,tgd->ghd", scores.softmax(dim=2), values)
         x = x + times("o", o.flatten())

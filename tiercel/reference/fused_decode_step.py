@@ -46,8 +46,8 @@ def fused_decode_step(
     Args:
         x: (hidden,).
         layers: of each its matrices (out, in) `q k v o gate up down`, norms `attn_norm mlp_norm`
-            and maybe `q_norm k_norm`, and the `keys values` (tokens, kv_heads, head_dim) before
-            this token.
+            and maybe `q_norm k_norm` and `q_bias k_bias v_bias`, and the `keys values` (tokens,
+            kv_heads, head_dim) before this token.
         turn: (2, head_dim / 2), cos and sin of the token's position.
         eps: of all norms.
         scale: of the scores.
@@ -62,7 +62,10 @@ def fused_decode_step(
         keys, values = layer["keys"].double(), layer["values"].double()
         kv_heads, head_dim = keys.shape[1:]
         h = quantised(norm(x, layer["attn_norm"].double(), eps))
-        q, k, v = ((layer[name].double() @ h).view(-1, head_dim) for name in "qkv")
+        rows = {name: layer[name].double() @ h for name in "qkv"}
+        if "q_bias" in layer:
+            rows = {name: row + layer[f"{name}_bias"].double() for name, row in rows.items()}
+        q, k, v = (rows[name].view(-1, head_dim) for name in "qkv")
         if "q_norm" in layer:
             q = torch.stack([norm(head, layer["q_norm"].double(), eps) for head in q])
             k = torch.stack([norm(head, layer["k_norm"].double(), eps) for head in k])

@@ -20,16 +20,13 @@ from torch import Tensor
 
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK_TOKENS,
+    GROUP_WARPS,
     GROUPS,
-    HEAD,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
-    MOST_TILES,
-    SPLITS,
+    PHASES,
+    RECORD,
     TILE_KEYS,
+    StepGeometry,
 )
-from tiercel.kernels.fused.fused_decode_step_stream import GROUP_WARPS
 from tiercel.kernels.fused.fused_refusal import CTAS, SMEM_BYTES
 from tiercel.kernels.runtime import rtc
 
@@ -38,42 +35,57 @@ EXCHANGE_EMPTY = -1  # the value of exchange words before a launch
 LOG2_E = 1.4426950408889634
 
 
-def exchange_words(slices: int) -> int:
+def exchange_words(geometry: StepGeometry) -> int:
     """32-bit words that activations travel through; their order is in the source."""
-    vectors = 3 * CTAS * (3 + slices) + 12 * CTAS + CTAS * SPLITS * 9
-    return 4 * vectors
+    shape = geometry.shape
+    inputs = 2 * shape.hidden_size + shape.q_size + shape.intermediate_size
+    partials = shape.q_size // RECORD * geometry.splits * 9
+    return 4 * (3 * inputs // RECORD + partials) + shape.q_size + 2 * shape.kv_size
 
 
-def cuda_source(num_layers: int, slices: int, *, has_qk_norm: bool) -> rtc.KernelSource:
+def cuda_source(
+    geometry: StepGeometry, *, has_qk_norm: bool, has_bias: bool = False
+) -> rtc.KernelSource:
     """The kernel of a model's shape."""
-    macros = (
-        ("LAYERS", num_layers),
-        ("SLICES", slices),
+    shape = geometry.shape
+    macros = [
+        ("LAYERS", shape.num_layers),
+        ("HIDDEN", shape.hidden_size),
+        ("INNER", shape.intermediate_size),
         ("HAS_QK_NORM", int(has_qk_norm)),
+        ("HAS_BIAS", int(has_bias)),
         ("IS_BF16", 0),
         ("CTAS", CTAS),
         ("GROUPS", GROUPS),
         ("GROUP_WARPS", GROUP_WARPS),
-        ("HIDDEN", HIDDEN),
-        ("HEAD", HEAD),
-        ("HEADS", HEADS),
-        ("KV_HEADS", KV_HEADS),
-        ("SPLITS", SPLITS),
+        ("HEAD", shape.head_dim),
+        ("HEADS", geometry.heads),
+        ("KV_HEADS", shape.num_kv_heads),
+        ("SPLITS", geometry.splits),
         ("TILE", TILE_KEYS),
         ("PAGE", BLOCK_TOKENS),
-        ("MOST_TILES", MOST_TILES),
-    )
-    return rtc.KernelSource("fused_decode_step", macros)
+        ("MOST_TILES", geometry.most_tiles),
+        ("GATEUP_PARTS", geometry.most_pairs),
+    ]
+    for phase, plan in zip(PHASES, geometry.plans, strict=True):
+        name = phase.upper().replace("_", "")
+        macros += [(f"{name}_ACROSS", plan.across), (f"{name}_TILE", plan.tile)]
+    macros.append(("DOWN_TIMES", geometry.plan("down").times))
+    return rtc.KernelSource("fused_decode_step", tuple(macros))
+
+
+def shares_table(geometry: StepGeometry) -> list[list[int]]:
+    """Of each CTA, how many groups of 32 pairs it has, and which; filled up with zeros."""
+    most = geometry.most_pairs
+    return [[len(own), *own, *[0] * (most - len(own))] for own in geometry.pairs]
 
 
 @functools.cache
 def _structures(num_layers: int) -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
     """Args and Caches of the source."""
     args = [
-        ("stream", ctypes.c_void_p),
-        ("stream_bytes", ctypes.c_uint64),
-        ("group_at", ctypes.c_uint64 * GROUPS),
-        *((name, ctypes.c_void_p) for name in ("norms", "head_norms", "rope", "x_in", "x_out")),
+        *((name, ctypes.c_void_p) for name in ("stream", "starts", "shares", "norms")),
+        *((name, ctypes.c_void_p) for name in ("head_norms", "bias", "rope", "x_in", "x_out")),
         ("exchange", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("position", "seq_len", "row", "block_tables")),
         ("slot", ctypes.c_void_p),
@@ -93,10 +105,11 @@ def _structures(num_layers: int) -> tuple[type[ctypes.Structure], type[ctypes.St
 
 
 def load_fused_decode_step(
-    num_layers: int, slices: int, device: torch.device, *, has_qk_norm: bool
+    geometry: StepGeometry, device: torch.device, *, has_qk_norm: bool, has_bias: bool
 ) -> None:
     """Compile and load what `launch_fused_decode_step` launches."""
-    rtc.load_kernel(cuda_source(num_layers, slices, has_qk_norm=has_qk_norm), device, SMEM_BYTES)
+    source = cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias)
+    rtc.load_kernel(source, device, SMEM_BYTES)
 
 
 def make_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Any:
@@ -104,9 +117,9 @@ def make_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Any:
     caches = _structures(len(k_caches))[1]()
     for layer, planes in enumerate(zip(k_caches, v_caches, strict=True)):
         for i, plane in enumerate(planes):
-            num_tokens = plane.shape[0] * plane.shape[1]
+            blocks, tokens, heads, width = plane.shape
             caches.maps[2 * layer + i] = rtc.make_tensor_map(
-                plane, (HEAD, KV_HEADS, num_tokens), (HEAD, HEAD * KV_HEADS), (64, 1, TILE_KEYS)
+                plane, (width, heads, blocks * tokens), (width, width * heads), (64, 1, TILE_KEYS)
             )
             caches.planes[2 * layer + i] = plane.data_ptr()
     return caches
@@ -116,10 +129,12 @@ def make_args(
     x: Tensor,
     out: Tensor,
     stream: Tensor,
-    group_at: Sequence[int],
+    starts: Tensor,
+    shares: Tensor,
     masks: Sequence[int],
     norms: Tensor,
     head_norms: Tensor | None,
+    bias: Tensor | None,
     rope: Tensor,
     exchange: Tensor,
     position: Tensor,
@@ -134,14 +149,16 @@ def make_args(
     """Args of the source. It holds addresses alone: the tensors must outlive the launch.
 
     Args:
-        x: (1, HIDDEN) float32.
-        out: (1, HIDDEN) float32.
-        stream: (CTAS, bytes) uint8, see `fused_decode_step_stream`.
-        group_at: where each group begins in a row of it.
+        x: (1, hidden) float32.
+        out: (1, hidden) float32.
+        stream: (bytes,) uint8, see `fused_decode_step_stream`.
+        starts: (CTAS, GROUPS) int64, where each group begins in it.
+        shares: (CTAS, 1 + most pairs) int32, `shares_table`.
         masks: of each layer, the matrices that are Q6_K.
-        norms: (2 * layers, HIDDEN) float32, attention and MLP in turn.
-        head_norms: (layers, 2, HEAD) float32, q and k; None for a model without.
-        rope: (positions, 2, HEAD / 2) float32.
+        norms: (2 * layers, hidden) float32, attention and MLP in turn.
+        head_norms: (layers, 2, head_dim) float32, q and k; None for a model without.
+        bias: (layers, rows of q, k and v) float32; None for a model without.
+        rope: (positions, 2, head_dim / 2) float32.
         exchange: (`exchange_words`,) int32, filled with `EXCHANGE_EMPTY` on this stream.
         position: (1,) int32.
         seq_len: (1,) int32, with the new token, at most MOST_TOKENS.
@@ -153,11 +170,8 @@ def make_args(
     """
     num_layers = len(masks)
     return _structures(num_layers)[0](
-        stream.data_ptr(),
-        stream.shape[1],
-        (ctypes.c_uint64 * GROUPS)(*group_at),
-        norms.data_ptr(),
-        0 if head_norms is None else head_norms.data_ptr(),
+        *(tensor.data_ptr() for tensor in (stream, starts, shares, norms)),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (head_norms, bias)),
         *(tensor.data_ptr() for tensor in (rope, x, out, exchange, position, seq_len, row)),
         block_tables.data_ptr(),
         slot.data_ptr(),
@@ -171,22 +185,22 @@ def make_args(
 def launch_fused_decode_step(
     args: Any,
     caches: Any,
-    num_layers: int,
-    slices: int,
+    geometry: StepGeometry,
     device: torch.device,
     *,
     has_qk_norm: bool,
+    has_bias: bool,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
 
     Args:
         args: from `make_args`.
-        caches: from `make_caches` of planes (blocks, BLOCK_TOKENS, KV_HEADS, HEAD) float16.
-        num_layers: of both.
-        slices: of 4096 columns in a row of down.
+        caches: from `make_caches` of planes (blocks, BLOCK_TOKENS, kv_heads, head_dim) float16.
+        geometry: of the decoder.
         device: of all tensors.
         has_qk_norm: whether q and k have norms.
+        has_bias: whether q, k and v have biases.
     """
-    source = cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
+    source = cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias)
     kernel = rtc.load_kernel(source, device, SMEM_BYTES)
     rtc.launch(kernel, CTAS, THREADS, [args, caches], is_cooperative=True)

@@ -1,28 +1,45 @@
-"""Which decoders the kernel of a whole decode step is built for.
+"""Which decoders the kernel of a whole decode step runs, and who multiplies which rows and columns.
 
-Its sizes are those of Qwen3-8B and Llama-3-8B. The number of layers, the width of the MLP and the
-types of the matrices (Q4_K or Q6_K) may differ. Free of PyTorch.
+Nothing but rules of division is written here: every size of the kernel comes from `StepGeometry`,
+as macros. Work is dealt in three steps.
+
+Of 128 CTAs, each has the same number of rows of q, of k and of v. Outputs of o and down are
+groups of 32, dealt in turn; so are pairs of gate and up, which fill up the CTAs that have fewer
+groups of o and down. A group is made by one CTA, because 32 neighbours share a scale of 8-bit
+activations.
+
+Of a CTA's rows of a matrix, `RowPlan` says what a warp takes. 32 lanes hold 16 blocks of 256
+columns. Where a row has fewer, a warp takes several rows; where it has more, several warps share
+it, or (of down, whose inputs arrive one after the other) a warp takes its slices in turn.
+
+Free of PyTorch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiercel.kernels.fused.fused_refusal import Refusal
+from tiercel.kernels.fused.fused_refusal import CTAS, Refusal
 
-HIDDEN, HEAD, KV_HEADS, HEADS = 4096, 128, 8, 4  # HEADS: query heads of a key/value head
-GROUPS = 4  # of warps in a CTA
-COLUMNS = 4096  # of a unit of weights, and of a slice of down
+GROUPS, GROUP_WARPS = 4, 4  # of warps in a CTA; warps of one
+WARPS = GROUPS * GROUP_WARPS
 BLOCK = 256  # weights of a block of a file
+UNIT_BLOCKS = 16  # that the 32 lanes of a warp hold
+RECORD = 32  # activations with one scale
 TILE_KEYS, BLOCK_TOKENS = 32, 64
-SPLITS, MOST_TILES = 16, 64  # of a key/value head; of a group of warps
-MOST_TOKENS = TILE_KEYS * SPLITS * GROUPS * MOST_TILES  # of a context
-MOST_SLICES = 4  # of 4096 columns in a row of down
+HEAD_DIMS = (64, 128)
+MOST_HEADS = 8  # query heads of a key/value head: rows of a tensor core's product
+MOST_SPLITS = 32  # CTAs of a key/value head: lanes that merge
+SPLIT_TILES = 1024  # of a key/value head, for each group of warps: a context of 131,072 tokens
+MOST_TOKENS = TILE_KEYS * GROUPS * SPLIT_TILES  # of a context
+MOST_COLUMNS = 8192  # of the inputs of qkv, o, gate and up: shared memory
+MOST_PARTS = 12  # groups of 32 pairs of a CTA: barriers
 MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
 MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask of Q6_K
+PHASES = ("qkv", "o", "gate_up", "down")
 TYPES = ("Q4_K", "Q6_K")  # by the bit of a matrix in a mask
-_LEAST_FILLED = 7 / 8  # of the slices: reading zeros takes as long as reading weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +55,7 @@ class DecoderShape:
         head_dim: elements of a head.
         rotary_dim: elements of a head that rotate.
         max_tokens: of a context.
-        unsupported: a part that the kernel lacks, such as a bias; empty if there is none.
+        unsupported: a part that the kernel lacks, such as a window; empty if there is none.
     """
 
     num_layers: int
@@ -52,57 +69,216 @@ class DecoderShape:
     unsupported: str = ""
 
     @property
+    def q_size(self) -> int:
+        """Rows of q."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of k, and of v."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """How the 16 warps of a CTA share a matrix.
+
+    Attributes:
+        blocks: of 256 columns in a row.
+        across: warps that share a row; a power of two.
+        times: slices that a warp takes one after the other.
+        tile: rows that a warp takes together.
+    """
+
+    blocks: int
+    across: int
+    times: int
+    tile: int
+
+    @property
     def slices(self) -> int:
-        """Slices of 4096 columns in a row of down; the last one may be filled up with zeros."""
-        return -(-self.intermediate_size // COLUMNS)
+        """Slices of a row; the first ones have one block more than the last."""
+        return self.across * self.times
+
+    @property
+    def side(self) -> int:
+        """Warps of a group that share a row."""
+        return min(self.across, GROUP_WARPS)
+
+    @property
+    def step(self) -> int:
+        """Rows of a slot, which has a unit for each warp of a group."""
+        return self.tile * (GROUP_WARPS // self.side)
+
+    @property
+    def turn(self) -> int:
+        """Slots that are taken side by side."""
+        return GROUPS * self.side // self.across
+
+    def first_block(self, index: int) -> int:
+        """Where slice `index` begins in a row."""
+        return index * (self.blocks // self.slices) + min(index, self.blocks % self.slices)
 
 
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
-    """Parameters of the kernel and its packed weights.
+    """Everything that the kernel and its packed weights depend on.
 
     Attributes:
+        shape: of the decoder.
         masks: of each layer; bit i is set if matrix i of `MATRICES` is Q6_K, else it is Q4_K.
-        slices: of 4096 columns in a row of down.
+        plans: of each of `PHASES`.
+        splits: CTAs of a key/value head in attention.
+        pairs: of each CTA, its groups of 32 pairs of gate and up.
     """
 
+    shape: DecoderShape
     masks: tuple[int, ...]
-    slices: int
+    plans: tuple[RowPlan, RowPlan, RowPlan, RowPlan]
+    splits: int
+    pairs: tuple[tuple[int, ...], ...]
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a key/value head."""
+        return self.shape.num_heads // self.shape.num_kv_heads
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of keys of a group of warps."""
+        return SPLIT_TILES // self.splits
+
+    @property
+    def most_pairs(self) -> int:
+        """Groups of 32 pairs of the CTA with the most."""
+        return max(len(own) for own in self.pairs)
+
+    def plan(self, name: str) -> RowPlan:
+        """The plan of one of `MATRICES`."""
+        return self.plans[max(0, MATRICES.index(name) - 2)]
+
+    def part_rows(self, name: str) -> int:
+        """Rows of each part of one of `MATRICES`."""
+        if name in ("q", "k", "v"):
+            return (self.shape.q_size if name == "q" else self.shape.kv_size) // CTAS
+        return 2 * RECORD if name == "gate_up" else RECORD
+
+    def parts(self, name: str, cta: int) -> tuple[range, ...]:
+        """The rows of a matrix that a CTA multiplies, those of a part together.
+
+        gate_up has rows gate 0, up 0, gate 1, ...
+        """
+        rows = self.part_rows(name)
+        if name in ("q", "k", "v"):
+            indices: Sequence[int] = (cta,)
+        elif name == "gate_up":
+            indices = self.pairs[cta]
+        else:
+            indices = range(cta, self.shape.hidden_size // RECORD, CTAS)
+        return tuple(range(rows * i, rows * (i + 1)) for i in indices)
 
 
 def refuse_shape(shape: DecoderShape) -> Refusal | None:
     """Why a decoder's sizes do not fit the kernel; None if they do. Pure."""
-    wanted = {
-        "hidden_size": (shape.hidden_size, HIDDEN),
-        "num_heads": (shape.num_heads, HEADS * KV_HEADS),
-        "num_kv_heads": (shape.num_kv_heads, KV_HEADS),
-        "head_dim": (shape.head_dim, HEAD),
-        "rotary_dim": (shape.rotary_dim, HEAD),
-    }
-    for name, (value, fitting) in wanted.items():
-        if value != fitting:
-            return Refusal(f"{name} is {value}; the kernel is built for {fitting}")
-    return _refuse_width(shape.intermediate_size, shape.slices) or _refuse_rest(shape)
+    if shape.unsupported:
+        return Refusal(shape.unsupported)
+    rules = (_refuse_multiples, _refuse_heads, _refuse_limits)
+    return next((found for rule in rules if (found := rule(shape)) is not None), None)
 
 
-def _refuse_width(inner: int, slices: int) -> Refusal | None:
-    if inner % BLOCK:
-        return Refusal(f"intermediate_size is {inner}, not a multiple of {BLOCK}")
-    if slices > MOST_SLICES:
-        return Refusal(f"intermediate_size is {inner}; at most {MOST_SLICES * COLUMNS} fits")
-    if inner / (slices * COLUMNS) < _LEAST_FILLED:
+def _refuse_multiples(shape: DecoderShape) -> Refusal | None:
+    sizes = {"hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size}
+    for name, size in sizes.items():
+        if size % BLOCK:
+            return Refusal(f"{name} is {size}, not a multiple of {BLOCK}")
+    for name, rows in (("q has", shape.q_size), ("k and v have", shape.kv_size)):
+        if rows % CTAS:
+            return Refusal(f"{name} {rows} rows, not a multiple of {CTAS}")
+    if shape.q_size % BLOCK:
+        return Refusal(f"o has {shape.q_size} columns, not a multiple of {BLOCK}")
+    return None
+
+
+def _refuse_heads(shape: DecoderShape) -> Refusal | None:
+    if shape.head_dim not in HEAD_DIMS:
+        return Refusal(f"head_dim is {shape.head_dim}; the kernel has heads of 64 and 128")
+    if shape.rotary_dim != shape.head_dim:
+        return Refusal(f"rotary_dim is {shape.rotary_dim}; the kernel rotates all {shape.head_dim}")
+    if shape.num_heads % shape.num_kv_heads or shape.num_heads > MOST_HEADS * shape.num_kv_heads:
         return Refusal(
-            f"intermediate_size is {inner}; it must fill 7/8 of {slices * COLUMNS} columns"
+            f"{shape.num_heads} query heads share {shape.num_kv_heads} key/value heads; "
+            f"at most {MOST_HEADS} can share one"
         )
     return None
 
 
-def _refuse_rest(shape: DecoderShape) -> Refusal | None:
-    if shape.num_layers > MOST_LAYERS:
-        return Refusal(f"num_layers is {shape.num_layers}; at most {MOST_LAYERS} fit")
-    if shape.max_tokens > MOST_TOKENS:
-        return Refusal(f"contexts have up to {shape.max_tokens} tokens; at most {MOST_TOKENS} fit")
-    return Refusal(shape.unsupported) if shape.unsupported else None
+def _refuse_limits(shape: DecoderShape) -> Refusal | None:
+    limits = (
+        ("num_kv_heads", shape.num_kv_heads, CTAS),
+        ("hidden_size", shape.hidden_size, MOST_COLUMNS),
+        ("columns of o", shape.q_size, MOST_COLUMNS),
+        ("intermediate_size", shape.intermediate_size, MOST_PARTS * RECORD * CTAS),
+        ("num_layers", shape.num_layers, MOST_LAYERS),
+        ("tokens of a context", shape.max_tokens, MOST_TOKENS),
+    )
+    for name, size, most in limits:
+        if size > most:
+            return Refusal(f"{name}: {size}; at most {most} fit")
+    return None
+
+
+def select_plan(columns: int, rows: int, *, may_wait: bool = False) -> RowPlan:
+    """The division of a matrix that keeps the warps of a CTA busy for the shortest time. Pure.
+
+    Args:
+        columns: of the matrix.
+        rows: that a CTA has of it together.
+        may_wait: whether slices of columns can follow each other: then a row's sum stays in a
+            lane's register, so a warp takes one row at a time and at most two in all.
+    """
+    blocks = columns // BLOCK
+    candidates = []
+    for across in (1, 2, 4, 8, 16):
+        for times in range(1, blocks + 1) if may_wait and across == 1 else (1,):
+            width = -(-blocks // (across * times))
+            if width > UNIT_BLOCKS or across * times > blocks:
+                continue
+            tile = 1 if times > 1 else UNIT_BLOCKS // width
+            if times > 1 and rows > 2 * WARPS:
+                continue
+            units = times * math.ceil(math.ceil(rows / tile) * across / WARPS)
+            # In tenths of a unit: activations are loaded again for each slice; sums of several rows
+            # take more shuffles, and sums over warps a few loads.
+            cost = 10 * units + times + (units if tile > 1 else 0) + min(across, 4)
+            candidates.append((cost, across, times, tile))
+    _, across, times, tile = min(candidates)
+    return RowPlan(blocks, across, times, tile)
+
+
+def _deal_pairs(shape: DecoderShape, spare: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Groups of 32 pairs for each CTA: at most one more than the mean, else equal sums of bytes."""
+    groups, outputs = shape.intermediate_size // RECORD, shape.hidden_size // RECORD
+    most = -(-groups // CTAS) + spare
+    output = RECORD * (shape.q_size + shape.intermediate_size)
+    pair = 2 * RECORD * shape.hidden_size
+    loads = [output * len(range(cta, outputs, CTAS)) for cta in range(CTAS)]
+    counts = [0] * CTAS
+    for _ in range(groups):
+        cta = min(
+            (cta for cta in range(CTAS) if counts[cta] < most),
+            key=lambda cta: (loads[cta], counts[cta], -cta),
+        )
+        counts[cta] += 1
+        loads[cta] += pair
+    # Each CTA's first group, then each one's second: so all give to a slice of down.
+    own: list[list[int]] = [[] for _ in range(CTAS)]
+    index = 0
+    for turn in range(most):
+        for cta in range(CTAS):
+            if counts[cta] > turn:
+                own[cta].append(index)
+                index += 1
+    return tuple(tuple(found) for found in own)
 
 
 def partition(
@@ -130,4 +306,21 @@ def partition(
             if len(kinds) > 1:
                 return Refusal(f"{name} of layer {index} is of two types, {' and '.join(kinds)}")
         masks.append(sum(int(layer[name][0] == TYPES[1]) << i for i, name in enumerate(MATRICES)))
-    return StepGeometry(tuple(masks), shape.slices)
+    return make_geometry(shape, masks)
+
+
+def make_geometry(shape: DecoderShape, masks: Sequence[int]) -> StepGeometry:
+    """The geometry of a decoder that fits. Pure.
+
+    Args:
+        shape: that `refuse_shape` does not refuse.
+        masks: see `StepGeometry`.
+    """
+    plans = (
+        select_plan(shape.hidden_size, (shape.q_size + 2 * shape.kv_size) // CTAS),
+        select_plan(shape.q_size, RECORD),
+        select_plan(shape.hidden_size, 2 * RECORD),
+        select_plan(shape.intermediate_size, RECORD, may_wait=True),
+    )
+    splits = min(MOST_SPLITS, CTAS // shape.num_kv_heads)
+    return StepGeometry(shape, tuple(masks), plans, splits, _deal_pairs(shape))

@@ -1,168 +1,316 @@
 """The weights of all layers in the order in which the kernel of a whole decode step reads them.
 
-CTA c of 128 owns rows 32 c .. of q, o and down, 8 c .. of k and v, and of gate and up the pairs
-32 c .. of each 4096: so the inputs of a slice of down come from all CTAs. Its 16 warps are 4
-groups of 4; a warp takes two rows at a time, of gate and up one each. A unit is one row x 4096
-columns (`fused_decode_step_units.cuh` has the order of its bytes); a slot is one unit for each warp
-of a group. In memory: CTA, group, then in order of use: layer, matrix, iteration, and there
+A CTA has 4 groups of warps, and each reads one sequence of bytes from end to end: layer, matrix,
+slice of columns that follows another (of down), part, and there its slots, two by two:
 
-    slot of the first rows | slot of the second rows | of Q6_K: a slot of the parts C of both
+    slot | slot, if there is another | of Q6_K: a slot of the parts C of both
 
-of 9216, 9216 and 8448 bytes. Iterations of down are its slices of 4096 columns. k belongs to group
-0, v to group 1, after q. So each producer reads one sequence of bytes from end to end.
+A slot is a unit for each warp of the group: rows and blocks of 256 weights as
+`fused_decode_step_geometry.RowPlan` deals them; `fused_decode_step_units.cuh` has the order of a
+unit's bytes. Parts C are first qh of both slots, then d of both, filled up to 16 bytes. All but d
+moves in pieces of 16 bytes, so an order is two lists of pieces: of the file and of the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK, COLUMNS, GROUPS, MATRICES
+from tiercel.kernels.fused.fused_decode_step_geometry import (
+    GROUP_WARPS,
+    GROUPS,
+    MATRICES,
+    RowPlan,
+    StepGeometry,
+)
 from tiercel.kernels.fused.fused_refusal import CTAS
 
-GROUP_WARPS = 4
-LANES = 32
-BLOCKS = COLUMNS // BLOCK
-UNIT_BYTES, SLOT_BYTES, SLOT_C_BYTES = 2304, 9216, 8448
 BLOCK_BYTES = {False: 144, True: 210}  # of 256 weights of Q4_K, of Q6_K
-_QH_BYTES, _D_BYTES = 1024, 32  # of a unit's part C
+_PIECE = 16
+_PIECES = 9  # of a block of Q4_K, and of part A of Q6_K: header or scales, then 8 of codes
+_QH_PIECES = 4
+_D_BYTES = 2
 
 
-def pair_bytes(*, is_q6: bool) -> int:
-    """Bytes of one iteration of a group: two rows of each warp."""
-    return 2 * SLOT_BYTES + (SLOT_C_BYTES if is_q6 else 0)
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Rows and blocks of one warp; where its bytes are in the sequence of its group."""
+
+    part: int
+    row: int  # in the part
+    rows: int
+    block: int
+    blocks: int
+    at: int
+    qh_at: int = 0
+    d_at: int = 0
 
 
-def layer_bytes(mask: int, slices: int, group: int) -> int:
-    """Bytes of a layer in the sequence of one group of one CTA.
+def _slots(plan: RowPlan, rows: int, before: int, group: int) -> range:
+    """The slots of a part that a group takes; `before` slots of other matrices came first."""
+    first = (group * plan.turn // GROUPS - before) % plan.turn
+    return range(first, -(-rows // plan.step), plan.turn)
+
+
+def _slot_units(
+    plan: RowPlan, time: int, group: int, part: int, rows: int, slot: int
+) -> tuple[list[_Unit], int]:
+    """Units of a slot, `at` in blocks from its begin, and the blocks of all."""
+    from_slice = time * plan.across + GROUP_WARPS * group % plan.across
+    first = plan.first_block(from_slice)
+    width = plan.first_block(from_slice + plan.side) - first
+    units = []
+    for warp in range(GROUP_WARPS):
+        tile, mine = warp // plan.side, from_slice + warp % plan.side
+        row = slot * plan.step + tile * plan.tile
+        own_rows = min(plan.tile, rows - row)
+        if own_rows > 0:
+            block = plan.first_block(mine)
+            at = width * plan.tile * tile + (block - first) * own_rows
+            blocks = plan.first_block(mine + 1) - block
+            units.append(_Unit(part, row, own_rows, block, blocks, at))
+    return units, width * min(plan.step, rows - slot * plan.step)
+
+
+def _pair_bytes(blocks: int, *, is_q6: bool) -> int:
+    """Bytes of up to two slots, of so many blocks."""
+    c_bytes = blocks * (_PIECE * _QH_PIECES + _D_BYTES)
+    return blocks * _PIECE * _PIECES + (-(-c_bytes // _PIECE) * _PIECE if is_q6 else 0)
+
+
+def _sequence(
+    geometry: StepGeometry, name: str, num_parts: int, group: int, *, is_q6: bool
+) -> tuple[list[_Unit], int]:
+    """A matrix in the sequence of a group of warps, with addresses in bytes, and its length.
 
     Args:
-        mask: bit i is set if `MATRICES[i]` is Q6_K.
-        slices: of 4096 columns in a row of down.
-        group: 0 to 3.
+        geometry: of the decoder.
+        name: of `MATRICES`.
+        num_parts: of the CTA.
+        group: of warps.
+        is_q6: whether the matrix is Q6_K.
     """
-    pairs = (1, int(group == 0), int(group == 1), 1, 2 * slices, slices)
-    return sum(
-        count * pair_bytes(is_q6=bool(mask >> i & 1)) for i, count in enumerate(pairs) if count
+    plan, rows = geometry.plan(name), geometry.part_rows(name)
+    others = {"k": ("q",), "v": ("q", "k")}.get(name, ())  # q, k and v are dealt as one list
+    before = sum(-(-geometry.part_rows(other) // plan.step) for other in others)
+    found: list[_Unit] = []
+    start = 0
+    for time in range(plan.times):
+        for part in range(num_parts):
+            slots = _slots(plan, rows, before, group)
+            for i in range(0, len(slots), 2):
+                pair = [
+                    _slot_units(plan, time, group, part, rows, slot) for slot in slots[i : i + 2]
+                ]
+                blocks = sum(own for _, own in pair)
+                c_at = start + blocks * _PIECE * _PIECES
+                passed = 0
+                for units, own in pair:
+                    for unit in units:
+                        at = passed + unit.at
+                        found.append(
+                            replace(
+                                unit,
+                                at=start + at * _PIECE * _PIECES,
+                                qh_at=c_at + at * _PIECE * _QH_PIECES,
+                                d_at=c_at + blocks * _PIECE * _QH_PIECES + at * _D_BYTES,
+                            )
+                        )
+                    passed += own
+                start += _pair_bytes(blocks, is_q6=is_q6)
+    return found, start
+
+
+class StreamLayout:
+    """Where each matrix begins among the weights of all layers.
+
+    Attributes:
+        geometry: of the decoder.
+        num_bytes: of all weights.
+        starts: (CTAS, GROUPS) int64, where the sequence of each group begins.
+    """
+
+    def __init__(self, geometry: StepGeometry) -> None:
+        self.geometry = geometry
+        self._sizes = {
+            (name, is_q6): _matrix_sizes(geometry, name, is_q6=is_q6)
+            for name in MATRICES
+            for is_q6 in (False, True)
+        }
+        lengths = torch.zeros((CTAS, GROUPS), dtype=torch.int64)
+        self._places: list[dict[str, Tensor]] = []
+        for mask in geometry.masks:
+            places = {}
+            for i, name in enumerate(MATRICES):
+                places[name] = lengths
+                lengths = lengths + self._sizes[name, bool(mask >> i & 1)]
+            self._places.append(places)
+        ends = lengths.flatten().cumsum(0)
+        self.num_bytes = int(ends[-1])
+        self.starts = (ends - lengths.flatten()).view(CTAS, GROUPS)
+
+    def place(self, layer: int, name: str) -> Tensor:
+        """(CTAS, GROUPS) int64, where a matrix of a layer begins."""
+        return self.starts + self._places[layer][name]
+
+
+def _matrix_sizes(geometry: StepGeometry, name: str, *, is_q6: bool) -> Tensor:
+    """(CTAS, GROUPS) int64, the bytes of a matrix."""
+    by_parts: dict[int, list[int]] = {}
+    rows = []
+    for cta in range(CTAS):
+        parts = len(geometry.parts(name, cta))
+        if parts not in by_parts:
+            by_parts[parts] = [
+                _sequence(geometry, name, parts, group, is_q6=is_q6)[1] for group in range(GROUPS)
+            ]
+        rows.append(by_parts[parts])
+    return torch.tensor(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Elements of a file's planes and where they go; `to` is relative to the matrix's place."""
+
+    source: Tensor
+    to: Tensor
+    group: Tensor  # of warps among those of all CTAs
+
+    def targets(self, place: Tensor, size: int) -> Tensor:
+        """Elements of `size` bytes of the sequence."""
+        return self.to + place.flatten()[self.group] // size
+
+
+class MatrixOrder:
+    """The order of one matrix; the same for every layer where it has the same type."""
+
+    def __init__(
+        self, geometry: StepGeometry, name: str, device: torch.device, *, is_q6: bool
+    ) -> None:
+        """List the pieces of a matrix.
+
+        Args:
+            geometry: of the decoder.
+            name: of `MATRICES`.
+            device: of the weights.
+            is_q6: whether it is Q6_K.
+        """
+        self.is_q6 = is_q6
+        self.blocks = geometry.plan(name).blocks
+        codes, qh, d = [], [], []
+        ctas_of: dict[int, list[int]] = {}
+        for cta in range(CTAS):
+            ctas_of.setdefault(len(geometry.parts(name, cta)), []).append(cta)
+        for num_parts, ctas in ctas_of.items():
+            first_rows = torch.tensor(
+                [[part[0] for part in geometry.parts(name, cta)] for cta in ctas]
+            ).view(len(ctas), num_parts)
+            for group in range(GROUPS):
+                units, _ = _sequence(geometry, name, num_parts, group, is_q6=is_q6)
+                shapes: dict[tuple[int, int], list[_Unit]] = {}
+                for unit in units:
+                    shapes.setdefault((unit.rows, unit.blocks), []).append(unit)
+                owners = torch.tensor(ctas) * GROUPS + group
+                for same in shapes.values():
+                    blocks = self._blocks(same, first_rows)
+                    codes.append(_code_moves(blocks, same, owners))
+                    if is_q6:
+                        qh.append(_qh_moves(blocks, same, owners))
+                        d.append(_d_moves(blocks, same, owners))
+        self._moves = [_joined(moves, device) for moves in (codes, qh, d) if moves]
+
+    def _blocks(self, units: list[_Unit], first_rows: Tensor) -> Tensor:
+        """(CTAs, units, blocks) indices of the blocks of equal units in a file."""
+        rows = first_rows[:, [unit.part for unit in units]]
+        rows = rows + torch.tensor([unit.row for unit in units])
+        within = torch.arange(units[0].rows)[:, None] * self.blocks + torch.arange(units[0].blocks)
+        first = rows * self.blocks + torch.tensor([unit.block for unit in units])
+        return first[..., None] + within.flatten()
+
+    def write(self, stream: Tensor, place: Tensor, data: Tensor) -> None:
+        """Put a matrix, (rows, row bytes) uint8 as in a file, into its place in the stream."""
+        for plane, size, moves in zip(self._split(data), (16, 16, 2), self._moves, strict=False):
+            targets = moves.targets(place.to(stream.device), size)
+            _elements(stream, size).index_copy_(0, targets, plane[moves.source])
+
+    def read(self, stream: Tensor, place: Tensor) -> Tensor:
+        """The inverse of `write`."""
+        planes = []
+        for size, moves in zip((16, 16, 2), self._moves, strict=False):
+            found = _elements(stream, size)[moves.targets(place.to(stream.device), size)]
+            planes.append(torch.empty_like(found).index_copy_(0, moves.source, found))
+        return self._join(planes)
+
+    def _split(self, data: Tensor) -> list[Tensor]:
+        """A file's blocks to elements: pieces with codes, pieces of qh, d."""
+        if not self.is_q6:
+            return [_elements(data.contiguous().flatten(), 16)]
+        blocks = data.unflatten(1, (-1, BLOCK_BYTES[True]))
+        codes = torch.cat((blocks[..., 192:208], blocks[..., :128]), dim=2)
+        return [
+            _elements(part.contiguous().flatten(), size)
+            for part, size in ((codes, 16), (blocks[..., 128:192], 16), (blocks[..., 208:], 2))
+        ]
+
+    def _join(self, planes: list[Tensor]) -> Tensor:
+        """The inverse of `_split`."""
+        flat = [plane.contiguous().view(torch.uint8).flatten() for plane in planes]
+        if not self.is_q6:
+            return flat[0].view(-1, self.blocks * BLOCK_BYTES[False])
+        codes = flat[0].view(-1, self.blocks, _PIECE * _PIECES)
+        qh = flat[1].view(-1, self.blocks, _PIECE * _QH_PIECES)
+        d = flat[2].view(-1, self.blocks, _D_BYTES)
+        return torch.cat((codes[..., 16:], qh, codes[..., :16], d), dim=2).flatten(1)
+
+
+def _elements(data: Tensor, size: int) -> Tensor:
+    """Bytes as elements of 16 or 2 bytes."""
+    return data.view(torch.int64).view(-1, 2) if size == _PIECE else data.view(torch.int16)
+
+
+def _joined(moves: list[_Moves], device: torch.device) -> _Moves:
+    return _Moves(
+        *(
+            torch.cat([getattr(move, field).flatten() for move in moves]).to(device)
+            for field in ("source", "to", "group")
+        )
     )
 
 
-def _split(data: Tensor) -> list[Tensor]:
-    """(rows, row bytes) of a file to the parts of units, each (rows, slices, bytes)."""
-    is_q6 = data.shape[1] % BLOCK_BYTES[True] == 0
-    blocks = data.unflatten(1, (-1, BLOCKS, BLOCK_BYTES[is_q6]))
-
-    def chunks(first: int, count: int) -> Tensor:  # of a lane, 16 bytes each; lanes side by side
-        own = blocks[..., first : first + 32 * count].reshape(*blocks.shape[:2], LANES, count, 16)
-        flat: Tensor = own.transpose(2, 3).flatten(2)
-        return flat
-
-    if not is_q6:
-        return [torch.cat((chunks(16, 4), blocks[..., :16].flatten(2)), dim=2)]
-    a_part = torch.cat((chunks(0, 4), blocks[..., 192:208].flatten(2)), dim=2)
-    return [a_part, chunks(128, 2), blocks[..., 208:].flatten(2)]
+def _moves(source: Tensor, to: Tensor, units: Tensor, owners: Tensor) -> _Moves:
+    """Source (CTAs, units, n), target of a unit's elements (n,), of units (units,)."""
+    target = units[:, None] + to
+    return _Moves(source, target.expand(source.shape), owners[:, None, None].expand(source.shape))
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """The inverse of `_split`."""
-
-    def blocks(part: Tensor, count: int) -> Tensor:
-        own: Tensor = part.unflatten(2, (count, LANES, 16)).transpose(2, 3)
-        return own.reshape(*part.shape[:2], BLOCKS, 32 * count)
-
-    a_part = parts[0]
-    first = blocks(a_part[..., :2048], 4)
-    fields = a_part[..., 2048:].unflatten(2, (BLOCKS, 16))
-    if len(parts) == 1:
-        return torch.cat((fields, first), dim=3).flatten(1)
-    d = parts[2].unflatten(2, (BLOCKS, 2))
-    return torch.cat((first, blocks(parts[1], 2), fields, d), dim=3).flatten(1)
-
-
-def _by_warp(name: str, part: Tensor) -> Tensor:
-    """(rows, slices, bytes) to (CTA, iteration, group, warp, row of two, bytes)."""
-    if name == "gate_up":  # rows gate 0, up 0, gate 1, ...
-        pairs: Tensor = part.squeeze(1).unflatten(0, (-1, CTAS, 2, GROUPS, GROUP_WARPS, 2))
-        return pairs.transpose(0, 1).flatten(1, 2)
-    groups = 1 if name in ("k", "v") else GROUPS
-    rows: Tensor = part.unflatten(0, (CTAS, groups, GROUP_WARPS, 2))
-    return rows.movedim(4, 1)
+def _code_moves(blocks: Tensor, units: list[_Unit], owners: Tensor) -> _Moves:
+    """Headers or scales, and codes: chunk i of all lanes, then chunk i + 1."""
+    count = blocks.shape[2]
+    lanes = 2 * count
+    piece = torch.arange(4 * 2)  # of a block's codes: 4 of its first lane, 4 of its second
+    to = piece % 4 * lanes + piece // 4 + 2 * torch.arange(count)[:, None]
+    headers = 4 * lanes + torch.arange(count)
+    sources = blocks[..., None] * _PIECES + 1 + piece
+    at = torch.tensor([unit.at // _PIECE for unit in units])
+    return _moves(
+        torch.cat((sources.flatten(2), blocks * _PIECES), dim=2),
+        torch.cat((to.flatten(), headers)),
+        at,
+        owners,
+    )
 
 
-def _by_row(name: str, part: Tensor) -> Tensor:
-    """The inverse of `_by_warp`."""
-    if name == "gate_up":
-        pairs: Tensor = part.unflatten(1, (-1, 2))
-        return pairs.transpose(0, 1).flatten(0, 5).unsqueeze(1)
-    return part.movedim(1, 4).flatten(0, 3)
+def _qh_moves(blocks: Tensor, units: list[_Unit], owners: Tensor) -> _Moves:
+    count = blocks.shape[2]
+    piece = torch.arange(_QH_PIECES)
+    to = piece % 2 * 2 * count + piece // 2 + 2 * torch.arange(count)[:, None]
+    at = torch.tensor([unit.qh_at // _PIECE for unit in units])
+    sources = (blocks[..., None] * _QH_PIECES + piece).flatten(2)
+    return _moves(sources, to.flatten(), at, owners)
 
 
-def pack_matrix(name: str, data: Tensor) -> Tensor:
-    """Order one matrix.
-
-    Args:
-        name: of `MATRICES`; gate_up has rows gate 0, up 0, gate 1, ...
-        data: (rows, row bytes) uint8 as in a file; Q4_K or Q6_K, told apart by their length.
-
-    Returns:
-        (CTAS, iterations, groups, bytes of a pair) uint8.
-    """
-    parts = [_by_warp(name, part) for part in _split(data)]
-    slots = parts[0].transpose(3, 4).flatten(3)
-    if len(parts) == 1:
-        return slots
-    c_part = torch.cat((parts[1].flatten(4), parts[2].flatten(4)), dim=4).flatten(3)
-    return torch.cat((slots, c_part), dim=3)
-
-
-def unpack_matrix(name: str, packed: Tensor) -> Tensor:
-    """The inverse of `pack_matrix`."""
-    slots = packed[..., : 2 * SLOT_BYTES].unflatten(3, (2, GROUP_WARPS, UNIT_BYTES))
-    parts = [_by_row(name, slots.transpose(3, 4))]
-    if packed.shape[3] > 2 * SLOT_BYTES:
-        c_part = packed[..., 2 * SLOT_BYTES :].unflatten(3, (GROUP_WARPS, -1))
-        qh, d = c_part.split((2 * _QH_BYTES, 2 * _D_BYTES), dim=4)
-        parts += [_by_row(name, part.unflatten(4, (2, -1))) for part in (qh, d)]
-    return _join(parts)
-
-
-def stream_layout(masks: Sequence[int], slices: int) -> tuple[int, tuple[int, ...]]:
-    """Bytes of a CTA's weights of all layers, and where each group begins among them."""
-    sizes = [sum(layer_bytes(mask, slices, g) for mask in masks) for g in range(GROUPS)]
-    return sum(sizes), tuple(sum(sizes[:g]) for g in range(GROUPS))
-
-
-def matrix_places(
-    masks: Sequence[int], slices: int, starts: Sequence[int], layer: int
-) -> dict[str, list[tuple[int, int]]]:
-    """Of each matrix of a layer and each of its groups: first and last byte in a CTA's row."""
-    mask = masks[layer]
-    at = [
-        start + sum(layer_bytes(before, slices, g) for before in masks[:layer])
-        for g, start in enumerate(starts)
-    ]
-    places: dict[str, list[tuple[int, int]]] = {}
-    counts = {"gate_up": 2 * slices, "down": slices}
-    for i, name in enumerate(MATRICES):
-        groups = {"k": (0,), "v": (1,)}.get(name, range(GROUPS))
-        size = counts.get(name, 1) * pair_bytes(is_q6=bool(mask >> i & 1))
-        places[name] = []
-        for group in groups:
-            places[name].append((at[group], at[group] + size))
-            at[group] += size
-    return places
-
-
-def write_matrix(stream: Tensor, places: Sequence[tuple[int, int]], packed: Tensor) -> None:
-    """Put a matrix of `pack_matrix` into its places."""
-    for group, (first, last) in enumerate(places):
-        stream[:, first:last] = packed[:, :, group].flatten(1)
-
-
-def read_matrix(stream: Tensor, places: Sequence[tuple[int, int]], *, is_q6: bool) -> Tensor:
-    """The inverse of `write_matrix`."""
-    rows = [stream[:, first:last] for first, last in places]
-    size = pair_bytes(is_q6=is_q6)
-    return torch.stack([row.unflatten(1, (-1, size)) for row in rows], dim=2)
+def _d_moves(blocks: Tensor, units: list[_Unit], owners: Tensor) -> _Moves:
+    at = torch.tensor([unit.d_at // _D_BYTES for unit in units])
+    return _moves(blocks, torch.arange(blocks.shape[2]), at, owners)

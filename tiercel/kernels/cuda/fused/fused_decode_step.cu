@@ -2,11 +2,11 @@
 // `Args` and `Layout` of fused_decode_step_exchange.cuh. Why each part is as it is:
 // docs/notes/fused_decode_step.md. Host side: ops/fused_decode_step.py.
 //
-// Split: 128 CTAs x 16 consumer warps. A CTA owns 32 rows of q, 8 of k, 8 of v, 32 of o and down,
-// 32 pairs of (gate, up) of each 4096; a warp takes two rows (a pair) at a time. So no CTA has more
-// rows than another, and what one CTA gives to the next matrix is whole activation groups of 32.
-// Attention: the 16 CTAs that own the rows of a key/value head and of its 4 query heads attend for
-// that head, each over every 16th tile of 32 keys, and merge: CTA c ends with outputs 32 c and on.
+// Split: 128 CTAs x 16 consumer warps. The same rows of q, k and v for each CTA; groups of 32 outputs
+// of o and down, and of 32 pairs of (gate, up), as Geometry deals them: what one CTA gives to the next
+// matrix is whole activation groups of 32. Which warp takes what: fused_decode_step_plan.cuh.
+// Attention: CTA c attends for key/value head c / SPLITS and its query heads, over every SPLITS-th
+// tile of 32 keys; CTA c merges outputs 32 c and on, and each 4096 further.
 //
 // Stream: a group is 4 warps with a ring of their own, filled by a producer thread in the order of
 // use: weights of a slot (a unit for each of the 4 warps) are end to end in memory for the whole
@@ -20,10 +20,10 @@
 // Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become
 // NaN. So a step ends even if CTAs do not run side by side.
 //
-// Macros: LAYERS, SLICES (of 4096 columns in a row of down), HAS_QK_NORM, CTAS, GROUPS of
-// GROUP_WARPS warps, HIDDEN, HEAD (its width), KV_HEADS, HEADS (query heads of a key/value head),
-// SPLITS (CTAs of a key/value head), TILE (keys of a slot of K or V, 8 for each warp of a group),
-// PAGE (tokens of a cache block), MOST_TILES (of a group).
+// Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, CTAS, GROUPS of GROUP_WARPS warps, HEAD (its
+// width), KV_HEADS, HEADS (query heads of a key/value head), SPLITS (CTAs of a key/value head), TILE
+// (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a cache block), MOST_TILES
+// (of a group), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of fused_decode_step_plan.cuh.
 #include "fused/fused_decode_step_attention.cuh"
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"
@@ -50,13 +50,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const float turn = g.rope[(long long)*g.position * HEAD + tid];
     store_shared(smem + Layout::ROPE + 4 * tid, __float_as_uint(turn));
   }
+  if (tid <= GATEUP_PARTS)
+    store_shared(smem + Layout::SHARES + 4 * tid, g.shares[(1 + GATEUP_PARTS) * cta + tid]);
   if (tid < 64) load_head_norms(g, smem, 0, tid);
   __syncthreads();
   if (warp >= WARPS) {
     const Ends ends = make_ends(smem);
     int* blocks = reinterpret_cast<int*>(memory + Layout::BLOCKS) + group * MOST_TILES;
     const int* table = g.block_tables + (long long)*g.row * g.max_blocks;
-    for (int it = lane; it < tiles_of(ends.num_keys, ends.split, group); it += 32)
+    const int tiles = ends.attends() ? tiles_of(ends.num_keys, ends.split, group) : 0;
+    for (int it = lane; it < tiles; it += 32)
       blocks[it] = table[(ends.split + SPLITS * (group + GROUPS * it)) * TILE / PAGE];
     if (lane < RING) {
       mbar_init(ring.full + 8 * lane, 1), mbar_init(ring.empty + 8 * lane, GROUP_WARPS);
@@ -68,27 +71,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int* blocks = reinterpret_cast<int*>(memory + Layout::BLOCKS) + group * MOST_TILES;
     drop_registers();
     const Ends ends = make_ends(smem);
-    if (lane == 0) produce(g, caches, ring, group, ends, blocks, computing);
+    const int gateup_parts = load_shared_word(smem + Layout::SHARES);
+    if (lane == 0) produce(g, caches, ring, group, ends, gateup_parts, blocks, computing);
     return;
   }
   take_registers();
   Taker taker = {ring, 0, 0};
-  // Warp 0, lane l: element 32 cta + l of the residual stream, in a register for the whole step.
+  // The first warp of group i, lane l: element l of this CTA's part i of the residual stream, in a
+  // register for the whole step.
   float residual = 0;
-  if (warp == 0) {
-    residual = g.x_in[32 * cta + lane];
-    publish(g.exchange + RECORD_AT(QKV) + 3 * cta, smem + Layout::SCRATCH, residual,
-            g.norms[32 * cta + lane], true, 0, lane);
+  const int part = cta + CTAS * (warp / GROUP_WARPS);
+  if (warp % GROUP_WARPS == 0 && part < HIDDEN / 32) {
+    residual = g.x_in[32 * part + lane];
+    publish(g.exchange + records_at(QKV) + 3 * part, smem + Layout::SCRATCH + 8 * warp, residual,
+            g.norms[32 * part + lane], true, 0, lane);
   }
+  const int gateup_parts = load_shared_word(smem + Layout::SHARES);
   uint4 ahead = {};
 #pragma unroll 1
   for (int phase = 0; phase < 4 * LAYERS; ++phase) {
     const int layer = phase >> 2, kind = phase & 3;
+    const int own = unknown(threadIdx.x) & 31;  // the lane
     float norm = 0;  // weight of the norm that follows, fetched long before it is needed
-    if (warp == 0 && (kind == O_PROJ || (kind == DOWN && layer < LAYERS - 1)))
-      norm = __ldg(g.norms + (2 * layer + (kind == O_PROJ ? 1 : 2)) * HIDDEN + 32 * cta + lane);
-    multiply(g, taker, smem, layer, kind, warp, lane, residual, norm, ahead);
+    if (warp % GROUP_WARPS == 0 && (kind == O_PROJ || (kind == DOWN && layer < LAYERS - 1))) {
+      const u32 at = 32 * (blockIdx.x + CTAS * (warp / GROUP_WARPS)) + own;
+      if (at < HIDDEN)
+        norm = __ldg(g.norms + (2 * layer + (kind == O_PROJ ? 1 : 2)) * HIDDEN + at);
+    }
+    multiply(g, taker, smem, layer, kind, gateup_parts, warp, own, residual, norm, ahead);
     if (kind != QKV) continue;
-    attention(g, caches, unknown(smem), layer, unknown(warp), unknown(lane), taker);
+    attention(g, caches, unknown(smem), layer, unknown(warp), unknown(own), taker);
   }
 }

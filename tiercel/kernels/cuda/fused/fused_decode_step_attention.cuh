@@ -5,90 +5,107 @@
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"
 
-// 64 threads bring the norms of q and k to shared memory.
+// HEAD / 2 threads bring the norms of q and k to shared memory.
 DEV void load_head_norms(const Args& g, u32 smem, int layer, int i) {
 #if HAS_QK_NORM
-  const float4 w = reinterpret_cast<const float4*>(g.head_norms)[64 * layer + i];
+  if (i >= HEAD / 2) return;
+  const float4 w = reinterpret_cast<const float4*>(g.head_norms)[HEAD / 2 * layer + i];
   const u32 to = smem + Layout::HEAD_NORMS + 16 * i;
   store_shared(to, __float_as_uint(w.x)), store_shared(to + 4, __float_as_uint(w.y));
   store_shared(to + 8, __float_as_uint(w.z)), store_shared(to + 12, __float_as_uint(w.w));
 #endif
 }
-// Rows of q, k, v of this CTA's head arrive as floats: warps 0 to 3 take a query head each, warp 4
-// the new key, warp 5 the new value; lane l has elements 4 l .. 4 l + 3. They norm and rotate,
-// leave fp16 in shared memory, and one CTA writes the new key and value to the cache.
+// Rows of q, k, v of this CTA's head arrive as words: warps 0 .. HEADS - 1 take a query head each,
+// the next two the new key and the new value; lane l has elements 4 l .. 4 l + 3 (of heads of 64 two
+// lanes have the same). They norm and rotate, leave fp16 in shared memory, and one CTA writes the
+// new key and value to the cache.
 DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer, int warp, int lane,
                        const Ends& ends) {
-  const int part = warp < HEADS ? lane & 7 : 2 * warp + (lane & 1);
-  const int source = warp < HEADS ? 4 * warp + (lane >> 3) : lane >> 1;
+  constexpr int LANES = HEAD / 4;
+  const int part = lane & (LANES - 1);
   u16* plane = nullptr;
   if (warp >= HEADS && ends.split == 0) {
     const long long slot = (long long)load_shared_long(smem + Layout::NEW_SLOT);
     // 64-bit: slots * 1024 elements pass 2^31.
     if (slot >= 0)
-      plane = caches.planes[layer][warp - HEADS] + (slot * KV_HEADS + ends.head) * HEAD + 4 * lane;
+      plane = caches.planes[layer][warp - HEADS] + (slot * KV_HEADS + ends.head) * HEAD + 4 * part;
   }
-  const uint4* rows = g.exchange + HEADS_AT + 12 * (SPLITS * ends.head + source) + part;
+  const int row = warp < HEADS ? (ends.head * HEADS + warp) * HEAD
+                               : Q_ROWS + (warp - HEADS) * KV_ROWS + ends.head * HEAD;
+  const uint4* rows = g.exchange + ROWS_AT + row / 4 + part;
   uint4 raw = load_relaxed(rows);
+#if HAS_BIAS
+  const float4* biases = reinterpret_cast<const float4*>(g.bias);
+  const float4 bias = biases[((Q_ROWS + 2 * KV_ROWS) * layer + row) / 4 + part];
+#endif
   const u32 tag = layer & 3;
-  while (((raw.y & 3) != tag || (raw.w & 3) != tag) && !is_lost(smem)) raw = load_relaxed(rows);
-  float v[4] = {__uint_as_float(raw.x), __uint_as_float(raw.y & ~3u), __uint_as_float(raw.z),
-                __uint_as_float(raw.w & ~3u)};
+  auto is_missing = [&]() {
+    return ((raw.x ^ tag) | (raw.y ^ tag) | (raw.z ^ tag) | (raw.w ^ tag)) & 3;
+  };
+  while (is_missing() && !is_lost(smem)) raw = load_relaxed(rows);
+  float v[4] = {__uint_as_float(raw.x & ~3u), __uint_as_float(raw.y & ~3u),
+                __uint_as_float(raw.z & ~3u), __uint_as_float(raw.w & ~3u)};
+#if HAS_BIAS
+  v[0] += bias.x, v[1] += bias.y, v[2] += bias.z, v[3] += bias.w;
+#endif
   if (warp <= HEADS) {
 #if HAS_QK_NORM
     float t = v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3];
-    for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
+    for (int o = LANES / 2; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
     const float r = rsqrtf(t * (1.f / HEAD) + g.eps);
-    const uint4 w = load_shared(smem + Layout::HEAD_NORMS + (warp == HEADS) * 4 * HEAD + 16 * lane);
+    const uint4 w = load_shared(smem + Layout::HEAD_NORMS + (warp == HEADS) * 4 * HEAD + 16 * part);
     v[0] *= r * __uint_as_float(w.x), v[1] *= r * __uint_as_float(w.y);
     v[2] *= r * __uint_as_float(w.z), v[3] *= r * __uint_as_float(w.w);
 #endif
-    const uint4 c = load_shared(smem + Layout::ROPE + 16 * (lane & 15));
-    const uint4 s = load_shared(smem + Layout::ROPE + 256 + 16 * (lane & 15));
+    const u32 turns = smem + Layout::ROPE + 16 * (part & (LANES / 2 - 1));
+    const uint4 c = load_shared(turns), s = load_shared(turns + 2 * HEAD);
     const u32 cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // pairs (i, i + 64)
-      const float other = __shfl_xor_sync(~0u, v[i], 16);
+    for (int i = 0; i < 4; ++i) {  // pairs (i, i + HEAD / 2)
+      const float other = __shfl_xor_sync(~0u, v[i], LANES / 2);
       const float turned = other * __uint_as_float(sine[i]);
-      v[i] = v[i] * __uint_as_float(cosine[i]) + (lane < 16 ? -turned : turned);
+      v[i] = v[i] * __uint_as_float(cosine[i]) + (part < LANES / 2 ? -turned : turned);
     }
   }
   const u32 lo = pack(v[0], v[1]), hi = pack(v[2], v[3]);
-  const u32 to = smem + 8 * lane + (warp < HEADS    ? Layout::QUERY + warp * Layout::QUERY_PITCH
+  const u32 to = smem + 8 * part + (warp < HEADS    ? Layout::QUERY + warp * Sizes::QUERY_PITCH
                                     : warp == HEADS ? Layout::NEW_K
                                                     : Layout::NEW_V);
   store_shared(to, lo), store_shared(to + 4, hi);
   if (plane) *reinterpret_cast<uint2*>(plane) = make_uint2(lo, hi);
 }
 
-// This warp's share of the tiles, 8 keys of each: scores as q K^T (query heads in rows 0 to 3,
-// again in rows 4 to 7), outputs as V^T P^T, whose columns are heads; so P needs no transposition.
-// Leaves outputs (head, dimension) and (maximum, sum) of each head in shared memory.
-DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int lane,
-                const Ends& ends) {
+// Outputs of a warp's tiles: column 2 (l % 4) and the next of lane l are heads, rows dimensions.
+struct Outputs { float o[HEAD / 16][4]; };
+// This warp's share of the tiles, 8 keys of each: scores as q K^T (query heads in rows 0 to 7; at
+// most 4 are there twice), outputs as V^T P^T, whose columns are heads; so P needs no transposition.
+// Leaves (maximum, sum) of each head in shared memory.
+DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int lane,
+                   const Ends& ends) {
   const int row = lane >> 2, column = 2 * (lane & 3), chunk = lane >> 3;
-  u32 q[4][4];
+  const int own = HEADS > 4 ? lane & 7 : lane & 3, head = own < HEADS ? own : HEADS - 1;
+  u32 q[HEAD / 32][4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
-    load_matrices<false>(q[j], smem + Layout::QUERY + (lane & 3) * Layout::QUERY_PITCH +
-                                   (4 * j + chunk) * 16);
-  float o[8][4];
+  for (int j = 0; j < HEAD / 32; ++j)
+    load_matrices<false>(q[j], smem + Layout::QUERY + head * Sizes::QUERY_PITCH + (4 * j + chunk) * 16);
+  Outputs outputs;
+  auto& o = outputs.o;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
+  for (int i = 0; i < HEAD / 16; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
   float most = START_MAX, sum = 0;
   const int tiles = tiles_of(ends.num_keys, ends.split, group);
   // The new token is a tile of one key, of one warp.
 #pragma unroll 1
   for (int it = warp == 0 && ends.split == 0 ? -1 : 0; it < tiles; ++it) {
     const bool is_new = it < 0;
-    // A slot is two halves of 64 dimensions, [key][128 bytes], 16-byte chunks swizzled by TMA.
-    const u32 half = is_new ? HEAD : TILE * HEAD, swizzle = is_new ? 0 : lane & 7;
-    const u32 offset = is_new ? 0 : (8 * (warp % GROUP_WARPS) + (lane & 7)) * HEAD;
+    // A slot is boxes of 64 dimensions, [key][128 bytes], 16-byte chunks swizzled by TMA.
+    const u32 box = is_new ? 128 : TILE * 128, swizzle = is_new ? 0 : lane & 7;
+    const u32 offset = is_new ? 0 : (8 * (warp % GROUP_WARPS) + (lane & 7)) * 128;
     const int first =
         ((ends.split + SPLITS * (group + GROUPS * it)) * TILE) + 8 * (warp % GROUP_WARPS);
     const int valid = is_new ? 1 : ends.num_keys - first;
     auto matrix = [&](u32 base, int j) {
-      return base + offset + (j >> 1) * half + (((4 * (j & 1) + chunk) ^ swizzle) << 4);
+      return base + offset + (j >> 1) * box + (((4 * (j & 1) + chunk) ^ swizzle) << 4);
     };
     const int k_slot = is_new ? 0 : taker.take();
     const u32 k_at = is_new ? smem + Layout::NEW_K : taker.ring.data + k_slot * SLOT;
@@ -96,7 +113,7 @@ DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int 
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[0][i] = s[1][i] = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < HEAD / 32; ++j) {
       u32 k[4];
       load_matrices<false>(k, matrix(k_at, j));
       mma_k16(s[0], q[j][0], q[j][1], k[0], k[1]);
@@ -116,7 +133,7 @@ DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int 
       const float f0 = __shfl_sync(~0u, factor, 8 * (lane & 3));
       const float f1 = __shfl_sync(~0u, factor, 8 * (lane & 3) + 4);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) o[i][0] *= f0, o[i][1] *= f1, o[i][2] *= f0, o[i][3] *= f1;
+      for (int i = 0; i < HEAD / 16; ++i) o[i][0] *= f0, o[i][1] *= f1, o[i][2] *= f0, o[i][3] *= f1;
     }
     const float p0 = column < valid ? ex2(s0 - most) : 0;
     const float p1 = column + 1 < valid ? ex2(s1 - most) : 0;
@@ -127,7 +144,7 @@ DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int 
     const int v_slot = is_new ? 0 : taker.take();
     const u32 v_at = is_new ? smem + Layout::NEW_V : taker.ring.data + v_slot * SLOT;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < HEAD / 32; ++j) {
       u32 v[4];
       load_matrices<true>(v, matrix(v_at, j));
       mma_k8(o[2 * j], v[0] & keep, v[1] & keep, p);
@@ -137,48 +154,78 @@ DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int 
   }
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
-  if (lane < 16 && (lane & 3) == 0) {
+  if (row < HEADS && (lane & 3) == 0) {
     const u32 at = smem + Layout::WARP_SUMS + (warp * HEADS + row) * 8;
     store_shared(at, __float_as_uint(most)), store_shared(at + 4, __float_as_uint(sum));
   }
-  // Columns 4 to 7 repeat 0 to 3: their lanes store the upper 8 dimensions of each 16.
-  const bool upper = lane & 2;
-  const u32 at = smem + Layout::WARP_OUTPUTS + 4 * (row + (upper ? 8 : 0)) +
-                 (warp * HEADS + (column & 2)) * Layout::OUTPUTS_PITCH;
+  return outputs;
+}
+// Leaves outputs (head, dimension) of up to 4 heads, from `first` on, in shared memory.
+DEV void store_outputs(const Outputs& outputs, u32 smem, int warp, int lane, int first) {
+  constexpr int HEADS_AT_ONCE = Sizes::HEADS_AT_ONCE, PITCH = Sizes::OUTPUTS_PITCH;
+  const int row = lane >> 2, column = 2 * (lane & 3);
+  const auto& o = outputs.o;
+  const u32 mine = smem + Layout::WARP_OUTPUTS + warp * HEADS_AT_ONCE * PITCH + 4 * row;
+  if (HEADS <= 4) {
+    // Columns 4 to 7 repeat 0 to 3: their lanes store the upper 8 dimensions of each 16.
+    const bool upper = lane & 2;
+    const int head = column & 2;
+    const u32 at = mine + (upper ? 32 : 0) + head * PITCH;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    store_shared(at + 64 * i, __float_as_uint(upper ? o[i][2] : o[i][0]));
-    store_shared(at + 64 * i + Layout::OUTPUTS_PITCH, __float_as_uint(upper ? o[i][3] : o[i][1]));
+    for (int i = 0; i < HEAD / 16; ++i) {
+      if (head < HEADS)
+        store_shared(at + 64 * i, __float_as_uint(upper ? o[i][2] : o[i][0]));
+      if (head + 1 < HEADS)
+        store_shared(at + 64 * i + PITCH, __float_as_uint(upper ? o[i][3] : o[i][1]));
+    }
+    return;
+  }
+  if (column < first || column >= first + 4) return;
+  const u32 at = mine + (column - first) * PITCH;
+#pragma unroll
+  for (int i = 0; i < HEAD / 16; ++i) {
+    if (column < HEADS) {
+      store_shared(at + 64 * i, __float_as_uint(o[i][0]));
+      store_shared(at + 64 * i + 32, __float_as_uint(o[i][2]));
+    }
+    if (column + 1 < HEADS) {
+      store_shared(at + 64 * i + PITCH, __float_as_uint(o[i][1]));
+      store_shared(at + 64 * i + PITCH + 32, __float_as_uint(o[i][3]));
+    }
   }
 }
 
-// Weights of 16 parts under their common maximum; lanes l and l + 16 hold part l.
+// Weights of up to 16 or 32 parts under their common maximum; lane l, and of 16 lane l + 16, holds
+// part l.
 struct Shares { float most, factor, sum; };
-DEV Shares make_shares(float most, float sum) {
+template <int PARTS> DEV Shares make_shares(float most, float sum) {
   float high = most;
-  for (int o = 8; o; o >>= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, o));
+  for (int o = PARTS / 2; o; o >>= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, o));
   const float factor = ex2(most - high);
   float total = factor * sum;
-  for (int o = 8; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+  for (int o = PARTS / 2; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
   return {high, factor, total};
 }
-// Thread t adds element t of the outputs (4 heads x 128) over the warps; warp w sends its 32, with
-// maximum and sum, to the CTA of outputs 32 w of this head.
+// Warp w adds 32 outputs of the heads from `first` on over the warps, and sends them, with maximum
+// and sum, to the CTA that merges them.
 DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, const Ends& ends,
-                       int active) {
-  const int head = warp / GROUP_WARPS, part = lane & 15;
-  const u32 at = smem + Layout::WARP_SUMS + ((part < active ? part : 0) * HEADS + head) * 8;
+                       int active, int first) {
+  constexpr int HEAD_PARTS = HEAD / 32, HEADS_AT_ONCE = Sizes::HEADS_AT_ONCE;
+  const int head = warp / HEAD_PARTS, part = lane & 15;
+  if (head >= HEADS_AT_ONCE || first + head >= HEADS) return;
+  const u32 at =
+      smem + Layout::WARP_SUMS + ((part < active ? part : 0) * HEADS + first + head) * 8;
   const float most = __uint_as_float(load_shared_word(at));
   const float own = __uint_as_float(load_shared_word(at + 4));
-  const Shares shares = make_shares(most, part < active ? own : 0.f);
-  const u32 mine = smem + Layout::WARP_OUTPUTS + head * Layout::OUTPUTS_PITCH +
-                   4 * ((warp % GROUP_WARPS) * 32 + lane);
+  const Shares shares = make_shares<16>(most, part < active ? own : 0.f);
+  const u32 mine = smem + Layout::WARP_OUTPUTS + head * Sizes::OUTPUTS_PITCH +
+                   4 * ((warp % HEAD_PARTS) * 32 + lane);
   float y = 0;
 #pragma unroll 1
   for (int w = 0; w < active; w += GROUP_WARPS)
 #pragma unroll
     for (int i = 0; i < GROUP_WARPS; ++i) {
-      const u32 from = mine + (w + i) * HEADS * Layout::OUTPUTS_PITCH;
+      const u32 from = mine + (w + i) * HEADS_AT_ONCE * Sizes::OUTPUTS_PITCH;
       y += __shfl_sync(~0u, shares.factor, w + i) * __uint_as_float(load_shared_word(from));
     }
   float v[4];
@@ -188,31 +235,38 @@ DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, c
   if (lane < PARTIAL) {
     uint4 out = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                            (__float_as_uint(v[3]) & ~3u) | (layer & 3));
-    const int to = (SPLITS * ends.head + warp) * SPLITS + ends.split;
-    store_relaxed(g.exchange + PARTIALS_AT + PARTIAL * to + lane, out);
+    const int record = (ends.head * HEADS + first) * HEAD_PARTS + warp;
+    store_relaxed(g.exchange + PARTIALS_AT + PARTIAL * (record * SPLITS + ends.split) + lane, out);
   }
 }
-// One warp merges the 16 partial outputs of this CTA's 32 elements: lane l has elements 4 (l % 8)
-// and on of parts l / 8 + 4 j, and maximum and sum of part l % 16. Returns element l.
-DEV float merge_partials(const Args& g, u32 smem, int layer, int lane) {
-  const uint4* parts = g.exchange + PARTIALS_AT + blockIdx.x * SPLITS * PARTIAL;
+// One warp merges the partial outputs of 32 elements: lane l has elements 4 (l % 8) and on of parts
+// l / 8 + 4 j, and maximum and sum of part l. Returns element l.
+DEV float merge_partials(const Args& g, u32 smem, int layer, int record, int lane) {
+  constexpr int ROUNDS = (SPLITS + 3) / 4, LANES = SPLITS > 16 ? 32 : 16;
+  const uint4* parts = g.exchange + PARTIALS_AT + record * SPLITS * PARTIAL;
   const uint4* from = parts + (lane >> 3) * PARTIAL + (lane & 7);
-  const uint4* ends = parts + (lane & 15) * PARTIAL + PARTIAL - 1;
+  const int own_part = lane & (LANES - 1);
+  const bool has_part = SPLITS == LANES || own_part < SPLITS;
+  const uint4* ends = parts + (has_part ? own_part : 0) * PARTIAL + PARTIAL - 1;
   const u32 tag = layer & 3;
-  uint4 v[4], own;
+  uint4 v[ROUNDS] = {}, own;
   bool again;
   do {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = load_relaxed(from + 4 * j * PARTIAL);
+    for (int j = 0; j < ROUNDS; ++j)
+      if (SPLITS % 4 == 0 || (lane >> 3) + 4 * j < SPLITS)
+        v[j] = load_relaxed(from + 4 * j * PARTIAL);
     own = load_relaxed(ends);
     again = (own.w & 3) != tag;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) again |= (v[j].w & 3) != tag;
+    for (int j = 0; j < ROUNDS; ++j)
+      if (SPLITS % 4 == 0 || (lane >> 3) + 4 * j < SPLITS) again |= (v[j].w & 3) != tag;
   } while (__any_sync(~0u, again) && !is_lost(smem));
-  const Shares shares = make_shares(__uint_as_float(own.x), __uint_as_float(own.y));
+  const Shares shares = make_shares<LANES>(__uint_as_float(own.x),
+                                           has_part ? __uint_as_float(own.y) : 0.f);
   float y[4] = {};
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < ROUNDS; ++j) {
     const float f = __shfl_sync(~0u, shares.factor, (lane >> 3) + 4 * j);
     y[0] += f * __uint_as_float(v[j].x), y[1] += f * __uint_as_float(v[j].y);
     y[2] += f * __uint_as_float(v[j].z), y[3] += f * __uint_as_float(v[j].w & ~3u);
@@ -230,18 +284,26 @@ DEV float merge_partials(const Args& g, u32 smem, int layer, int lane) {
 DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int warp, int lane,
                    Taker& taker) {
   const Ends ends = make_ends(smem);
-  if (warp <= HEADS + 1) receive_heads(g, caches, smem, layer, warp, lane, ends);
-  bar_sync(2, CONSUMERS);
-  if (warp == 0 && lane == 0) store_shared(smem + Layout::COMPUTING, phase_of(layer, QKV) + 1);
-  attend(g, smem, taker, warp / GROUP_WARPS, warp, lane, ends);
-  bar_sync(3, CONSUMERS);
-  int busy = 1;  // groups; those without a tile have added nothing
-  while (busy < GROUPS && tiles_of(ends.num_keys, ends.split, busy)) ++busy;
-  send_partials(g, smem, layer, warp, lane, ends, GROUP_WARPS * busy);
-  if (warp == 0) {
-    const float y = merge_partials(g, smem, layer, lane);
-    publish(g.exchange + RECORD_AT(O_PROJ) + 3 * blockIdx.x, smem + Layout::SCRATCH, y, 0, false,
-            layer & 3, lane);
+  if (ends.attends()) {
+    if (warp <= HEADS + 1) receive_heads(g, caches, smem, layer, warp, lane, ends);
+    bar_sync(2, CONSUMERS);
+    if (warp == 0 && lane == 0) store_shared(smem + Layout::COMPUTING, phase_of(layer, QKV) + 1);
+    const Outputs outputs = attend(g, smem, taker, warp / GROUP_WARPS, warp, lane, ends);
+    int busy = 1;  // groups; those without a tile have added nothing
+    while (busy < GROUPS && tiles_of(ends.num_keys, ends.split, busy)) ++busy;
+#pragma unroll
+    for (int first = 0; first < HEADS; first += 4) {
+      if (first) bar_sync(2, CONSUMERS);  // all have read the outputs of the heads before
+      store_outputs(outputs, smem, warp, lane, first);
+      bar_sync(3, CONSUMERS);
+      send_partials(g, smem, layer, warp, lane, ends, GROUP_WARPS * busy, first);
+    }
+  }
+  const int record = (int)blockIdx.x + CTAS * (warp / GROUP_WARPS);
+  if (warp % GROUP_WARPS == 0 && record < Q_ROWS / 32) {
+    const float y = merge_partials(g, smem, layer, record, lane);
+    publish(g.exchange + records_at(O_PROJ) + 3 * record,
+            smem + Layout::SCRATCH + 32 * (warp / GROUP_WARPS), y, 0, false, layer & 3, lane);
   }
   // Warps without records of the next exchange fetch what the next layer's heads would wait for.
   if (warp >= WARPS - 2 && layer + 1 < LAYERS)

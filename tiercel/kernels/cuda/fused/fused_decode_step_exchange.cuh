@@ -2,32 +2,30 @@
 // fused_decode_step.cu says how they are used.
 #pragma once
 
+#include "fused/fused_decode_step_plan.cuh"
 #include "fused/fused_decode_step_ptx.cuh"
 #include "fused/fused_decode_step_units.cuh"
 #include "include/exchange_ptx.cuh"
 #include "include/hopper.cuh"
 
-#define WARPS (GROUPS * GROUP_WARPS)
-#define CONSUMERS (32 * WARPS)
-#define THREADS (CONSUMERS + 32 * GROUPS)  // one producer warp a group
-#define UNIT 2304
+#define UNIT 2304  // bytes of 16 blocks of Q4_K, and of part A of Q6_K: 144 a block
 #define SLOT (GROUP_WARPS * UNIT)
-#define PAIR_C 2112
-#define SLOT_C (GROUP_WARPS * PAIR_C)
-#define RING 5             // slots of a group; 4 cost 3%, 3 cost 10%
+#define BLOCK_BYTES 144
+#define QH_BYTES 64  // of a block's part C
+#define D_BYTES 2
 #define IN_FLIGHT_NOW 2    // copies in flight of a group while it fetches what is being computed
 #define IN_FLIGHT_AHEAD 1  // ... while running ahead: longer queues delay the exchange
 #define MOST_TICKS 2       // of the clock's upper half, 2.2 s each; no step takes as long
 #define START_MAX (-1e30f)  // finite, so that a warp without keys ends with sum 0, not NaN
-
-enum Kind { QKV, O_PROJ, GATEUP, DOWN };
+#define HIDDEN_PARTS ((HIDDEN / 32 + CTAS - 1) / CTAS)  // most groups of 32 outputs of o of a CTA
 
 struct Args {
-  const u8* stream;         // (CTAS, stream_bytes): groups end to end, at group_at
-  u64 stream_bytes;
-  u64 group_at[GROUPS];
+  const u8* stream;
+  const u64* starts;        // (CTAS, GROUPS): where each group's weights begin in `stream`
+  const int* shares;        // (CTAS, 1 + GATEUP_PARTS): pairs of gate and up / 32, and which
   const float* norms;       // (2 LAYERS, HIDDEN): attention, mlp
   const float* head_norms;  // (LAYERS, 2, HEAD): q, k
+  const float* bias;        // (LAYERS, Q_ROWS + 2 KV_ROWS): q, k, v
   const float* rope;        // (positions, 2, HEAD / 2): cos, sin
   const float* x_in;        // (HIDDEN)
   float* x_out;             // (HIDDEN)
@@ -46,42 +44,86 @@ struct Caches {
   u16* planes[LAYERS][2];
 };
 
-// Records of 32 activations by receiving matrix (128, 128, 128, 128 SLICES of 3 vectors), then
-// rows of q, k, v (12 vectors a CTA), then partial attention outputs (for a CTA 16 x 9 vectors).
-#define RECORD_VECTORS (3 * CTAS)  // of 4096 inputs
-#define RECORD_AT(kind) (RECORD_VECTORS * (kind))
-#define HEADS_AT (RECORD_VECTORS * (3 + SLICES))
-#define PARTIALS_AT (HEADS_AT + 12 * CTAS)
+// Records of 3 vectors for 32 inputs of each kind of matrix, then rows of q, k, v as words, then
+// partial attention outputs (SPLITS of 9 vectors for each 32 outputs).
+#define RECORD_VECTORS(columns) (3 * (columns) / 32)
+#define ROWS_AT (2 * RECORD_VECTORS(HIDDEN) + RECORD_VECTORS(Q_ROWS) + RECORD_VECTORS(INNER))
+#define PARTIALS_AT (ROWS_AT + (Q_ROWS + 2 * KV_ROWS) / 4)
 #define PARTIAL 9
+DEV u32 records_at(int kind) {
+  constexpr int O_AT = RECORD_VECTORS(HIDDEN), GATEUP_AT = O_AT + RECORD_VECTORS(Q_ROWS);
+  constexpr int DOWN_AT = GATEUP_AT + RECORD_VECTORS(HIDDEN);
+  return kind == QKV ? 0 : kind == O_PROJ ? O_AT : kind == GATEUP ? GATEUP_AT : DOWN_AT;
+}
 
-// Shared memory, bytes; inputs of neighbouring matrices never share a buffer. The outputs of the
-// warps' attention share the place of the inputs of qkv and down, which are not in use then.
-struct Layout {
-  static constexpr int INPUT = 8 * ACT_PITCH + 3 * 512;  // 4096 activations
-  static constexpr int OUTPUTS_PITCH = 136 * 4, OUTPUTS = WARPS * HEADS * OUTPUTS_PITCH;
-  static constexpr int SHARED = (1 + SLICES) * INPUT > OUTPUTS ? (1 + SLICES) * INPUT : OUTPUTS;
-  static constexpr int IN_OUT = GROUPS * RING * SLOT, IN_QKV = IN_OUT + INPUT;
-  static constexpr int IN_DOWN = IN_QKV + INPUT, WARP_OUTPUTS = IN_QKV;
-  static constexpr int QUERY_PITCH = 272, QUERY = IN_QKV + SHARED;
-  static constexpr int NEW_K = QUERY + HEADS * QUERY_PITCH, NEW_V = NEW_K + 256, ROPE = NEW_V + 256;
-  static constexpr int HEAD_NORMS = ROPE + 512, WARP_SUMS = HEAD_NORMS + 1024;
+// Inputs of a matrix in shared memory: 8 rows of chunks of 16 codes, `pitch` bytes apart so that
+// records are spread without bank conflicts, then scales, sums and squares by record.
+DEV constexpr int pitch_of(int columns) { return (columns / 8 + 127) / 128 * 128 + 16; }
+DEV constexpr int input_bytes(int columns) { return 8 * pitch_of(columns) + 3 * columns / 8; }
+constexpr int DOWN_COLUMNS = 256 * (PLAN_DOWN.least + (PLAN_DOWN.extra > 0)) * PLAN_DOWN.across;
+DEV constexpr int most(int a, int b) { return a > b ? a : b; }
+constexpr int MOST_COLUMNS = most(most(HIDDEN, Q_ROWS), most(DOWN_COLUMNS, 256));
+constexpr int RECEIVED = (RECORD_VECTORS(MOST_COLUMNS) + CONSUMERS - 1) / CONSUMERS;  // of a thread
+
+// Shared memory, bytes; inputs of neighbouring matrices never share a buffer. Slices of down take
+// two in turn. The outputs of the warps' attention share the place of the inputs of qkv and down,
+// which are not in use then.
+struct Sizes {
+  static constexpr int HEADS_AT_ONCE = HEADS < 4 ? HEADS : 4;
+  static constexpr int OUTPUTS_PITCH = (HEAD + 8) * 4;
+  static constexpr int OUTPUTS = WARPS * HEADS_AT_ONCE * OUTPUTS_PITCH;
+  static constexpr int IN_DOWN = (DOWN_TIMES > 1 ? 2 : 1) * input_bytes(DOWN_COLUMNS);
+  static constexpr int SHARED = most(input_bytes(HIDDEN) + IN_DOWN, OUTPUTS);
+  static constexpr int RESULTS_QKV = QKV_ACROSS > 1 ? QKV_ACROSS * OWN_ROWS : 0;
+  static constexpr int RESULTS_GATEUP = GATEUP_PARTS * GATEUP_ACROSS * 64;
+  static constexpr int RESULTS_OUT = HIDDEN_PARTS * 32 * most(O_ACROSS, DOWN_ACROSS);
+  static constexpr int RESULTS = 4 * most(RESULTS_QKV, most(RESULTS_GATEUP, RESULTS_OUT));
+  static constexpr int QUERY_PITCH = 2 * HEAD + 16;
+};
+struct Rest {  // behind the rings
+  static constexpr int IN_OUT = 0, IN_QKV = IN_OUT + input_bytes(Q_ROWS);
+  static constexpr int IN_DOWN = IN_QKV + input_bytes(HIDDEN), WARP_OUTPUTS = IN_QKV;
+  static constexpr int QUERY = IN_QKV + Sizes::SHARED;
+  static constexpr int NEW_K = QUERY + HEADS * Sizes::QUERY_PITCH, NEW_V = NEW_K + 2 * HEAD;
+  static constexpr int ROPE = NEW_V + 2 * HEAD, HEAD_NORMS = ROPE + 4 * HEAD;
+  static constexpr int WARP_SUMS = HEAD_NORMS + 8 * HEAD;
   static constexpr int BLOCKS = WARP_SUMS + WARPS * HEADS * 8;
   static constexpr int SCRATCH = BLOCKS + GROUPS * MOST_TILES * 4, RESULTS = SCRATCH + 128;
-  static constexpr int BARS = RESULTS + 128 * SLICES, NEW_SLOT = BARS + 16 * GROUPS * RING;
+  static constexpr int NEW_SLOT = RESULTS + Sizes::RESULTS;
   static constexpr int COMPUTING = NEW_SLOT + 8, LOST = COMPUTING + 4, START = LOST + 4;
-  static constexpr int NUM_KEYS = START + 4, TOTAL = NUM_KEYS + 4;
+  static constexpr int NUM_KEYS = START + 4, SHARES = NUM_KEYS + 4;
+  static constexpr int BARS = (SHARES + 4 * (1 + GATEUP_PARTS) + 7) & ~7;
 };
-static_assert(Layout::TOTAL <= 232448 && Layout::BARS % 8 == 0, "shared memory of an SM");
+constexpr int SMEM_BYTES = 232448;  // of an SM, for a CTA
+constexpr int RINGS = (SMEM_BYTES - Rest::BARS) / (GROUPS * (SLOT + 16));
+#define RING (RINGS < 5 ? RINGS : 5)  // slots of a group; 4 cost 3%, 3 cost 10%
+static_assert(RING >= 3, "shared memory of an SM");
+struct Layout {
+  static constexpr int AT = GROUPS * RING * SLOT;
+  static constexpr int IN_OUT = AT + Rest::IN_OUT, IN_QKV = AT + Rest::IN_QKV;
+  static constexpr int IN_DOWN = AT + Rest::IN_DOWN, WARP_OUTPUTS = AT + Rest::WARP_OUTPUTS;
+  static constexpr int QUERY = AT + Rest::QUERY, NEW_K = AT + Rest::NEW_K;
+  static constexpr int NEW_V = AT + Rest::NEW_V, ROPE = AT + Rest::ROPE;
+  static constexpr int HEAD_NORMS = AT + Rest::HEAD_NORMS, WARP_SUMS = AT + Rest::WARP_SUMS;
+  static constexpr int BLOCKS = AT + Rest::BLOCKS, SCRATCH = AT + Rest::SCRATCH;
+  static constexpr int RESULTS = AT + Rest::RESULTS, NEW_SLOT = AT + Rest::NEW_SLOT;
+  static constexpr int COMPUTING = AT + Rest::COMPUTING, LOST = AT + Rest::LOST;
+  static constexpr int START = AT + Rest::START, NUM_KEYS = AT + Rest::NUM_KEYS;
+  static constexpr int SHARES = AT + Rest::SHARES, BARS = AT + Rest::BARS;
+};
 
 // ---- exchange
-struct Input { u32 act, scales, sums, squares; };  // in shared memory
+struct Input { u32 act, pitch, scales, sums, squares; };  // in shared memory
 DEV Input input_of(u32 smem, int kind, int slice) {
-  const u32 act = smem + Layout::INPUT * slice +
-                  (kind == DOWN     ? Layout::IN_DOWN
-                   : kind == O_PROJ ? Layout::IN_OUT
-                                    : Layout::IN_QKV);
-  const u32 scales = act + 8 * ACT_PITCH, sums = scales + 512;
-  return {act, scales, sums, sums + 512};
+  const int columns = kind == DOWN ? DOWN_COLUMNS : kind == O_PROJ ? Q_ROWS : HIDDEN;
+  const u32 act = smem + (kind == DOWN     ? Layout::IN_DOWN + (slice & 1) * input_bytes(DOWN_COLUMNS)
+                          : kind == O_PROJ ? Layout::IN_OUT
+                                           : Layout::IN_QKV);
+  const u32 pitch = kind == DOWN     ? pitch_of(DOWN_COLUMNS)
+                    : kind == O_PROJ ? pitch_of(Q_ROWS)
+                                     : pitch_of(HIDDEN);
+  const u32 scales = act + 8 * pitch, sums = scales + columns / 8;
+  return {act, pitch, scales, sums, sums + columns / 8};
 }
 // Whether a step takes so long that it will not end by waiting: then this CTA waits no more. Called
 // after polls without success. The upper half of the clock counts 2.2 s at 1.98 GHz.
@@ -115,21 +157,41 @@ DEV void publish(uint4* record, u32 scratch, float value, float norm, bool norme
     store_relaxed(record + lane, v);
   }
 }
-// Waits for the records of 4096 inputs of a matrix, a vector a thread, and spreads them over shared
-// memory: codes[chunk][lane], scale, sums, squares by group. v: what a first look found there.
-DEV void receive(uint4 v, const uint4* record, u32 tag, const Input& to, u32 smem) {
-  const int at = unknown(threadIdx.x), group = at / 3, part = at - 3 * group;
-  if (at >= RECORD_VECTORS) return;
-  while ((v.w & 3) != tag && !is_lost(smem)) v = load_relaxed(record);
-  const u32 row = to.act + (group & 3) * 2 * ACT_PITCH + (group >> 2) * 16;
-  if (part == 0) {
-    store_shared(row, v.x), store_shared(row + 4, v.y), store_shared(row + 8, v.z);
-    store_shared(to.squares + 4 * group, v.w & ~3u);
-  } else if (part == 1) {
-    store_shared(row + 12, v.x), store_shared(row + ACT_PITCH, v.y);
-    store_shared(row + ACT_PITCH + 4, v.z), store_shared(to.sums + 4 * group, v.w >> 2);
-  } else {
-    store_shared(row + ACT_PITCH + 8, v.x), store_shared(row + ACT_PITCH + 12, v.y);
-    store_shared(to.scales + 4 * group, v.z);
+// Waits for `vectors` vectors of records, at most RECEIVED a thread, and spreads them over shared
+// memory: codes[chunk][lane], scale, sums, squares by record. first: what a look at this thread's
+// first one found there.
+DEV void receive(uint4 first, const uint4* exchange, u32 records, u32 vectors, u32 tag,
+                 const Input& to, u32 smem) {
+  const u32 own = unknown(threadIdx.x);
+  uint4 v[RECEIVED];
+  v[0] = first;
+#pragma unroll
+  for (int k = 1; k < RECEIVED; ++k)
+    if (own + CONSUMERS * k < vectors) v[k] = load_relaxed(exchange + (records + own + CONSUMERS * k));
+  while (true) {
+    bool is_missing = false;
+#pragma unroll
+    for (int k = 0; k < RECEIVED; ++k)
+      is_missing |= own + CONSUMERS * k < vectors && (v[k].w & 3) != tag;
+    if (!is_missing || is_lost(smem)) break;
+#pragma unroll
+    for (int k = 0; k < RECEIVED; ++k)
+      if (own + CONSUMERS * k < vectors) v[k] = load_relaxed(exchange + (records + own + CONSUMERS * k));
+  }
+#pragma unroll
+  for (int k = 0; k < RECEIVED; ++k) {
+    const u32 at = own + CONSUMERS * k, group = at / 3, part = at - 3 * group;
+    if (at >= vectors) return;
+    const u32 row = to.act + (group & 3) * 2 * to.pitch + (group >> 2) * 16;
+    if (part == 0) {
+      store_shared(row, v[k].x), store_shared(row + 4, v[k].y), store_shared(row + 8, v[k].z);
+      store_shared(to.squares + 4 * group, v[k].w & ~3u);
+    } else if (part == 1) {
+      store_shared(row + 12, v[k].x), store_shared(row + to.pitch, v[k].y);
+      store_shared(row + to.pitch + 4, v[k].z), store_shared(to.sums + 4 * group, v[k].w >> 2);
+    } else {
+      store_shared(row + to.pitch + 8, v[k].x), store_shared(row + to.pitch + 12, v[k].y);
+      store_shared(to.scales + 4 * group, v[k].z);
+    }
   }
 }

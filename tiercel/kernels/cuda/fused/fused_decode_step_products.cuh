@@ -5,14 +5,15 @@
 #include "fused/fused_decode_step_units.cuh"
 
 // ---- the stream
-DEV int pairs_of(int kind, int group) {  // of a warp; those of QKV: q, then k (group 0) or v (1)
-  return kind == QKV      ? (group < 2 ? 2 : 1)
-         : kind == O_PROJ ? 1
-         : kind == GATEUP ? 2 * SLICES
-                          : SLICES;
+// A CTA's parts of a matrix: q, k and v; groups of 32 outputs of o and down; of 32 pairs.
+DEV int parts_of(int kind, int gateup_parts) {
+  if (kind == QKV) return 3;
+  const int groups = HIDDEN / 32 - (int)blockIdx.x;
+  return kind == GATEUP ? gateup_parts : HIDDEN / 32 % CTAS == 0 ? HIDDEN_PARTS
+                                                                 : (groups + CTAS - 1) / CTAS;
 }
-DEV bool is_q6(int six, int kind, int group, int it) {
-  return (six >> (kind == QKV ? (it ? 1 + group : 0) : kind + 2)) & 1;
+DEV bool is_q6(int six, int kind, int part) {
+  return (six >> (kind == QKV ? part : kind + 2)) & 1;
 }
 // Attention is a phase of its own after QKV.
 DEV int phase_of(int layer, int kind) { return 5 * layer + kind + (kind > QKV); }
@@ -22,7 +23,10 @@ DEV int tiles_of(int num_keys, int split, int group) {
   return tiles > first ? (tiles - first - 1) / (SPLITS * GROUPS) + 1 : 0;
 }
 struct Ring { u32 data, full, empty; };  // of one group
-struct Ends { int split, head, num_keys; };  // of this CTA's attention
+struct Ends {  // of this CTA's attention
+  int split, head, num_keys;
+  DEV bool attends() const { return KV_HEADS * SPLITS == CTAS || head < KV_HEADS; }
+};
 DEV Ends make_ends(u32 smem) {
   const int num_keys = (int)load_shared_word(smem + Layout::NUM_KEYS);
   return {(int)blockIdx.x % SPLITS, (int)blockIdx.x / SPLITS, num_keys};
@@ -31,7 +35,7 @@ DEV Ends make_ends(u32 smem) {
 // One thread feeds a group's ring. Copies in flight matter more than the depth of the ring: beyond
 // latency x bandwidth (about 28 KB an SM) they lengthen the queues in which the exchange waits too.
 DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int group, const Ends& ends,
-                 const int* blocks, const volatile int* computing) {
+                 int gateup_parts, const int* blocks, const volatile int* computing) {
   int slot = 0, oldest = 0, in_flight = 0;
   u32 empty_parity = 1, full_parity = 0;
   auto open = [&](u32 bytes, int phase) {
@@ -47,33 +51,52 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
   auto advance = [&]() {
     if (++slot == RING) slot = 0, empty_parity ^= 1;
   };
-  const u8* src = g.stream + blockIdx.x * g.stream_bytes + g.group_at[group];
+  const u8* src = g.stream + g.starts[blockIdx.x * GROUPS + group];
   auto put = [&](u32 bytes, int phase) {
     open(bytes, phase);
     bulk_load(ring.data + slot * SLOT, src, bytes, ring.full + 8 * slot);
     src += bytes;
     advance();
   };
-  const int tiles = tiles_of(ends.num_keys, ends.split, group);
+  const int tiles = ends.attends() ? tiles_of(ends.num_keys, ends.split, group) : 0;
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer) {
     const int six = g.six[layer];
 #pragma unroll 1
     for (int kind = QKV; kind <= DOWN; ++kind) {
-      const int phase = phase_of(layer, kind);
-      for (int it = 0; it < pairs_of(kind, group); ++it) {
-        put(SLOT, phase), put(SLOT, phase);
-        if (is_q6(six, kind, group, it)) put(SLOT_C, phase);
+      const int phase = phase_of(layer, kind), parts = parts_of(kind, gateup_parts);
+      const Plan p = plan_of(kind);
+#pragma unroll 1
+      for (int time = 0; time < p.times; ++time) {
+        const int wide = make_width(p, time, group, 0).all;
+#pragma unroll 1
+        for (int part = 0; part < parts; ++part) {
+          const Deal deal = make_deal(p, kind, part, group);
+          const bool six_bits = is_q6(six, kind, part);
+#pragma unroll 1
+          for (int it = 0; it < deal.count; it += 2) {
+            int own = wide * deal.rows_of(it);
+            put(BLOCK_BYTES * own, phase);
+            if (it + 1 < deal.count) {
+              const int more = wide * deal.rows_of(it + 1);
+              put(BLOCK_BYTES * more, phase);
+              own += more;
+            }
+            if (six_bits) put((own * (QH_BYTES + D_BYTES) + 15) & ~15, phase);
+          }
+        }
       }
       if (kind != QKV) continue;
       for (int it = 0; it < tiles; ++it) {
-        const int token = blocks[it] * PAGE + (ends.split & 1) * TILE;
+        const int tile = ends.split + SPLITS * (group + GROUPS * it);
+        const int token = blocks[it] * PAGE + tile * TILE % PAGE;
 #pragma unroll 1
         for (int plane = 0; plane < 2; ++plane) {
           open(TILE * 2 * HEAD, phase + 1);
           const u32 bar = ring.full + 8 * slot, to = ring.data + slot * SLOT;
-          tma3(to, &caches.maps[layer][plane], bar, 0, ends.head, token);
-          tma3(to + TILE * HEAD, &caches.maps[layer][plane], bar, 64, ends.head, token);
+#pragma unroll
+          for (int box = 0; box < HEAD / 64; ++box)
+            tma3(to + box * TILE * 128, &caches.maps[layer][plane], bar, 64 * box, ends.head, token);
           advance();
         }
       }
@@ -98,101 +121,203 @@ struct Taker {
 };
 
 // ---- matrices
-// 1 / rms of the input, from the sums of squares of all CTAs in a fixed order.
+// 1 / rms of the input, from the sums of squares of all records in a fixed order.
 DEV float make_rms(u32 squares, float eps, int lane) {
-  const uint4 s = load_shared(squares + 16 * lane);
-  float t = __uint_as_float(s.x) + __uint_as_float(s.y) + __uint_as_float(s.z) +
-            __uint_as_float(s.w);
+  float t = 0;
+#pragma unroll
+  for (int at = 0; at < HIDDEN / 128; at += 32) {
+    const bool is_there = at + 32 <= HIDDEN / 128 || at + lane < HIDDEN / 128;
+    const uint4 s = load_shared(squares + 16 * (is_there ? at + lane : 0));
+    const float sum = __uint_as_float(s.x) + __uint_as_float(s.y) + __uint_as_float(s.z) +
+                      __uint_as_float(s.w);
+    t += is_there ? sum : 0;
+  }
   for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
   return rsqrtf(t * (1.f / HIDDEN) + eps);
 }
-// This warp's rows of a matrix, two at a time. Rows of q, k, v are sent as they are done; each 32
-// others make a record when the last warp has its own. A slice of down begins when its inputs are
-// there: the first ones are, while slow CTAs still compute the last of gate and up. residual, norm:
-// of warp 0; ahead: a look at the first record of down, taken before the last of gate and up.
-DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, int warp, int lane,
-                  float& residual, float norm, uint4& ahead) {
-  const int group = warp / GROUP_WARPS, pairs = pairs_of(kind, group);
-  const int step = kind == DOWN ? 1 : pairs;
-  const int six = g.six[layer];
-  const bool adds = kind == O_PROJ || kind == DOWN;
-  const u32 data = taker.ring.data, mine = (warp % GROUP_WARPS) * UNIT, tag = layer & 3;
-  const int tid = 32 * warp + lane;
-  const uint4* record = g.exchange + RECORD_AT(kind) + tid;
-  if (kind != DOWN && tid < RECORD_VECTORS) ahead = load_relaxed(record);
-  float acc0 = 0, acc1 = 0, rms = 1;
-#pragma unroll 1
-  for (int it = 0, slice = 0; it < pairs; ++slice) {
-    const Input in = input_of(smem, kind, slice);
-    receive(ahead, record, tag, in, smem);
-    bar_sync(2, CONSUMERS);
-    if (tid == 0) store_shared(smem + Layout::COMPUTING, phase_of(layer, kind));
-    record += RECORD_VECTORS;
-    if (kind == DOWN && slice < SLICES - 1 && tid < RECORD_VECTORS) ahead = load_relaxed(record);
-    if (!adds) rms = make_rms(in.squares, g.eps, lane);
-    const Act a = load_act(in.act, in.scales, in.sums, lane);
-#pragma unroll 1
-    for (const int end = it + step; it < end; ++it) {
-      if (kind == GATEUP && it == pairs - 2 && tid < RECORD_VECTORS) ahead = load_relaxed(record);
-      if (!is_q6(six, kind, group, it)) {
-        Q4 w;
-        const int s0 = taker.take();
-        load_q4(w, data + s0 * SLOT + mine, lane);
-        taker.give_back(s0, lane);
-        acc0 += dot_q4(w, a, lane);
-        const int s1 = taker.take();
-        load_q4(w, data + s1 * SLOT + mine, lane);
-        taker.give_back(s1, lane);
-        acc1 += dot_q4(w, a, lane);
-      } else {
-        Q6 w;
-        const int s0 = taker.take(), s1 = taker.take(), s2 = taker.take();
-        const u32 c = data + s2 * SLOT + (warp % GROUP_WARPS) * PAIR_C;
-        load_q6(w, data + s0 * SLOT + mine, c, c + 2048, lane);
-        acc0 += dot_q6(w, a);
-        load_q6(w, data + s1 * SLOT + mine, c + 1024, c + 2080, lane);
-        taker.give_back(s0, lane), taker.give_back(s1, lane), taker.give_back(s2, lane);
-        acc1 += dot_q6(w, a);
-      }
-      if (kind == DOWN && it < SLICES - 1) continue;
-      // Both rows in five shuffles: lanes 0-15 end with row 0, lanes 16-31 with row 1.
-      float y = (lane < 16 ? acc0 : acc1) + __shfl_xor_sync(~0u, lane < 16 ? acc1 : acc0, 16);
+// The unit of a warp in a slot: where it begins in blocks, its rows and lanes.
+struct Unit { int at, rows, lanes; };
+DEV Unit make_unit(const Plan& p, const Width& width, int left, int tile) {
+  if (WHOLE) return {16 * tile, 1, 32};
+  const int behind = left - tile * p.tile;  // rows from this unit's first on
+  const int rows = behind < 0 ? 0 : behind < p.tile ? behind : p.tile;
+  return {width.all * p.tile * tile + width.before * rows, rows, BLOCK_LANES * width.own * rows};
+}
+// Sums of a unit's rows, in the first lane of each. column: of the lane among the lanes of its row.
+DEV float sum_rows(float y, int column, int row_lanes) {
 #pragma unroll
-      for (int o = 8; o; o >>= 1) y += __shfl_xor_sync(~0u, y, o);
-      y *= rms;
-      acc0 = acc1 = 0;
-      const float other = __shfl_xor_sync(~0u, y, 16);
-      if (kind == QKV) {  // pairs of rows: 16 of q, 4 of k, 4 of v
-        if (lane == 0)
-          store_relaxed(reinterpret_cast<u64*>(g.exchange + HEADS_AT + 12 * blockIdx.x) +
-                            (it ? WARPS : 0) + warp,
-                        __float_as_uint(y), (__float_as_uint(other) & ~3u) | (layer & 3));
-        continue;
+  for (int o = 16; o; o >>= 1) {
+    const float other = __shfl_down_sync(~0u, y, o);
+    y += column + o < row_lanes ? other : 0;
+  }
+  return y;
+}
+// What this CTA's warps left of 32 outputs, or rows of q, k, v: the sum over `across` slices.
+DEV float sum_results(u32 at, int across, int pitch) {
+  float v = 0;
+  for (int i = 0; i < across; ++i) v += __uint_as_float(load_shared_word(at + 4 * i * pitch));
+  return v;
+}
+// Row `row` of q, k or v (part 0, 1, 2) of this CTA, for those that attend.
+DEV void send_row(const Args& g, int layer, int part, int row, float y) {
+  const int at = (part ? Q_ROWS + (part - 1) * KV_ROWS + OWN_KV * (int)blockIdx.x
+                       : OWN_Q * (int)blockIdx.x) + row;
+  store_relaxed_word(reinterpret_cast<u32*>(g.exchange + ROWS_AT) + at,
+                     (__float_as_uint(y) & ~3u) | (layer & 3));
+}
+// A part of a matrix is done: one warp makes a record of its 32 outputs. residual, norm: of that
+// warp's part of o and down.
+DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int warp, int lane,
+                     float rms, float& residual, float norm) {
+  if (warp != GROUP_WARPS * (part % GROUPS)) {
+    bar_arrive(4 + part, CONSUMERS);
+    return;
+  }
+  bar_sync(4 + part, CONSUMERS);
+  const bool adds = kind != GATEUP;
+  const u32 scratch = smem + Layout::SCRATCH + 32 * (part % GROUPS);
+  const Plan p = plan_of(kind);
+  const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows;
+  float v;
+  int record;
+  if (adds) {
+    v = residual = residual + sum_results(results + 4 * lane, p.across, 32);
+    record = CTAS * part + (int)blockIdx.x;
+  } else {
+    const float gate = rms * sum_results(results + 8 * lane, p.across, 64);
+    v = gate / (1.f + __expf(-gate)) * rms * sum_results(results + 8 * lane + 4, p.across, 64);
+    record = (int)load_shared_word(smem + Layout::SHARES + 4 * (1 + part));
+  }
+  if (kind == DOWN && layer == LAYERS - 1) {
+    const bool lost = load_shared_word(smem + Layout::LOST);
+    g.x_out[32 * record + lane] = lost ? __int_as_float(0x7fffffff) : v;
+  } else {
+    publish(g.exchange + records_at((kind + 1) & 3) + 3 * record, scratch, v, norm, adds,
+            (layer + (kind == DOWN)) & 3, lane);
+  }
+}
+// This CTA's rows of a matrix, two units at a time. Rows of q, k, v are sent as they are done, if
+// no warps share them; each 32 others make a record when the last warp has its own. A slice of down
+// begins when its inputs are there: the first ones are, while slow CTAs still compute the last of
+// gate and up. residual, norm: of the warp that makes a record; ahead: a look at the first record of
+// down, taken before the last of gate and up.
+DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, int gateup_parts,
+                  int warp, int lane, float& residual, float norm, uint4& ahead) {
+  const int group = warp / GROUP_WARPS, own = warp % GROUP_WARPS;
+  const u32 tid = 32 * warp + lane;
+  const int parts = parts_of(kind, gateup_parts), phase = phase_of(layer, kind);
+  const u32 tag = layer & 3, data = taker.ring.data;
+  if (parts == 0) {
+    if (tid == 0) store_shared(smem + Layout::COMPUTING, phase);
+    ahead.w = tag ^ 1;  // nothing seen yet
+    return;
+  }
+  const Plan p = plan_of(kind);
+  const int six = g.six[layer], tile = own >> p.side_log;
+  const u32 records = records_at(kind);
+  if (kind != DOWN && tid < 24u * p.blocks) ahead = load_relaxed(g.exchange + (records + tid));
+  float acc0 = 0, acc1 = 0, kept0 = 0, kept1 = 0, rms = 1;
+#pragma unroll 1
+  for (int time = 0; time < p.times; ++time) {
+    const Width width = make_width(p, time, group, own);
+    const int from = first_block(p, time * p.across), until = first_block(p, (time + 1) * p.across);
+    const Input in = input_of(smem, kind, time);
+    receive(ahead, g.exchange, records + 24 * from, 24 * (until - from), tag, in, smem);
+    if (!WHOLE && kind == GATEUP) ahead.w = tag ^ 1;  // a group may have no rows
+    bar_sync(2, CONSUMERS);
+    if (tid == 0) store_shared(smem + Layout::COMPUTING, phase);
+    const bool is_last = kind != DOWN || time == p.times - 1;
+    if (!is_last && tid < 24u * (p.least + (time + 1 < p.extra)))
+      ahead = load_relaxed(g.exchange + (records + 24 * until + tid));
+    if (kind == QKV || kind == GATEUP) rms = make_rms(in.squares, g.eps, lane);
+    const int row_lanes = BLOCK_LANES * width.own;
+    const int row = WHOLE ? 0 : lane / row_lanes, column = WHOLE ? lane : lane - row * row_lanes;
+    const Act a = load_act(in.act, in.pitch, in.scales, in.sums,
+                           BLOCK_LANES * (width.first - from) + column);
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part) {
+      const Deal deal = make_deal(p, kind, part, group);
+      const bool six_bits = is_q6(six, kind, part);
+      const int slice = warp & (p.across - 1);
+      const u32 results =
+          smem + Layout::RESULTS +
+          4 * (kind == QKV ? slice * OWN_ROWS + (part ? OWN_Q + (part - 1) * OWN_KV : 0)
+                           : (part * p.across + slice) * p.rows);
+      if (HIDDEN_PARTS > 1 && kind == DOWN) {  // sums of two parts stay over the slices
+        const float s0 = acc0, s1 = acc1;
+        acc0 = kept0, acc1 = kept1, kept0 = s0, kept1 = s1;
       }
-      const u32 results = smem + Layout::RESULTS;
-      if (kind == GATEUP) {
-        const float h = y / (1.f + __expf(-y)) * other;
-        if (lane == 0) store_shared(results + 4 * (16 * it + warp), __float_as_uint(h));
-        if (!(it & 1)) continue;
-      } else if ((lane & 15) == 0) {
-        store_shared(results + 4 * (2 * warp + (lane >> 4)), __float_as_uint(y));
+#pragma unroll 1
+      for (int it = 0; it < deal.count; it += 2) {
+        const bool is_pair = it + 1 < deal.count;
+        if (kind == GATEUP && part == parts - 1 && it + 2 >= deal.count &&
+            tid < RECORD_VECTORS(DOWN_COLUMNS))
+          ahead = load_relaxed(g.exchange + (records_at(DOWN) + tid));
+        const Unit u0 = make_unit(p, width, deal.left(it), tile);
+        const Unit u1 = make_unit(p, width, is_pair ? deal.left(it + 1) : 0, tile);
+        float y0, y1 = 0;
+        if (!six_bits) {
+          Q4 w;
+          const int s0 = taker.take();
+          load_q4(w, data + s0 * SLOT + BLOCK_BYTES * u0.at, u0.lanes, lane);
+          taker.give_back(s0, lane);
+          y0 = dot_q4(w, a, lane);
+          if (is_pair) {
+            const int s1 = taker.take();
+            load_q4(w, data + s1 * SLOT + BLOCK_BYTES * u1.at, u1.lanes, lane);
+            taker.give_back(s1, lane);
+            y1 = dot_q4(w, a, lane);
+          }
+        } else {
+          Q6 w;
+          const int s0 = taker.take(), s1 = is_pair ? taker.take() : s0, s2 = taker.take();
+          const int n0 = width.all * deal.rows_of(it);
+          const int n1 = is_pair ? width.all * deal.rows_of(it + 1) : 0;
+          const u32 c = data + s2 * SLOT, d = c + QH_BYTES * (n0 + n1);
+          load_q6(w, data + s0 * SLOT + BLOCK_BYTES * u0.at, c + QH_BYTES * u0.at,
+                  d + D_BYTES * u0.at, u0.lanes, lane);
+          y0 = dot_q6(w, a);
+          if (is_pair)
+            load_q6(w, data + s1 * SLOT + BLOCK_BYTES * u1.at, c + QH_BYTES * (n0 + u1.at),
+                    d + D_BYTES * (n0 + u1.at), u1.lanes, lane);
+          taker.give_back(s0, lane);
+          if (is_pair) taker.give_back(s1, lane);
+          taker.give_back(s2, lane);
+          if (is_pair) y1 = dot_q6(w, a);
+        }
+        // Other lanes have read what is no weight of theirs.
+        acc0 += WHOLE || lane < u0.lanes ? y0 : 0;
+        acc1 += WHOLE || lane < u1.lanes ? y1 : 0;
+        if (!is_last) continue;
+        const int at = deal.rows - deal.left(it) + tile * p.tile, next = at + p.turn * p.step;
+        auto keep = [&](int row_at, float y) {
+          if (QKV_ACROSS == 1 && kind == QKV)
+            send_row(g, layer, part, row_at, rms * y);
+          else
+            store_shared(results + 4 * row_at, __float_as_uint(y));
+        };
+        if (WHOLE || p.tile == 1) {
+          // Both rows in five shuffles: lanes 0-15 end with row 0, lanes 16-31 with row 1.
+          float y = (lane < 16 ? acc0 : acc1) + __shfl_xor_sync(~0u, lane < 16 ? acc1 : acc0, 16);
+#pragma unroll
+          for (int o = 8; o; o >>= 1) y += __shfl_xor_sync(~0u, y, o);
+          const bool has_row = WHOLE ? lane < 16 || is_pair : (lane < 16 ? u0 : u1).rows > 0;
+          if ((lane & 15) == 0 && has_row) keep(lane < 16 ? at : next, y);
+        } else {
+          acc0 = sum_rows(acc0, column, row_lanes), acc1 = sum_rows(acc1, column, row_lanes);
+          if (column == 0 && row < u0.rows) keep(at + row, acc0);
+          if (column == 0 && row < u1.rows) keep(next + row, acc1);
+        }
+        acc0 = acc1 = 0;
       }
-      const int part = kind == GATEUP ? it >> 1 : 0;  // 32 results; that warp sends them
-      if (warp != GROUP_WARPS * part) {
-        bar_arrive(4 + part, CONSUMERS);
-        continue;
-      }
-      bar_sync(4 + part, CONSUMERS);
-      float v = __uint_as_float(load_shared_word(results + 4 * (32 * part + lane)));
-      if (adds) v = residual = residual + v;
-      if (kind == DOWN && layer == LAYERS - 1) {
-        const bool lost = load_shared_word(smem + Layout::LOST);
-        g.x_out[32 * blockIdx.x + lane] = lost ? __int_as_float(0x7fffffff) : v;
-      } else {
-        publish(g.exchange + RECORD_AT((kind + 1) & 3) + 3 * (CTAS * part + blockIdx.x),
-                smem + Layout::SCRATCH + 32 * part, v, norm, adds, (layer + (kind == DOWN)) & 3,
-                lane);
-      }
+      if (kind != QKV && is_last)
+        finish_part(g, smem, layer, kind, part, warp, lane, rms, residual, norm);
     }
   }
+  if (QKV_ACROSS == 1 || kind != QKV) return;
+  bar_sync(4, CONSUMERS);
+  if (tid >= OWN_ROWS) return;
+  const int part = (tid >= OWN_Q) + (tid >= OWN_Q + OWN_KV);
+  const float y = sum_results(smem + Layout::RESULTS + 4 * tid, QKV_ACROSS, OWN_ROWS);
+  send_row(g, layer, part, tid - (part ? OWN_Q + (part - 1) * OWN_KV : 0), rms * y);
 }

@@ -51,10 +51,8 @@ DEV float half_to_float(u16 h) {
 }
 
 // ---- memory, barriers
-DEV void store_relaxed(u64* p, u32 lo, u32 hi) {
-  asm volatile("{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(p),
-               "r"(lo), "r"(hi)
-               : "memory");
+DEV void store_relaxed_word(u32* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 // Without a bound of its own: the copies that it waits for are bounded by MOST_TICKS.
 DEV void slot_wait(u32 bar, u32 parity) {

@@ -1,11 +1,11 @@
-// fused_decode_step: products of one row's 4096 weights (a unit) with int8 activations. Lane l of a
-// warp owns columns 128 l .. 128 l + 127 and keeps their activations in registers: from shared
-// memory they would cost four bytes of traffic for each byte of weights.
+// fused_decode_step: products of a unit's weights with int8 activations: some rows of some blocks of
+// 256 columns, `lanes` of 128 columns in all, at most 32. A lane keeps its activations in registers:
+// from shared memory they would cost four bytes of traffic for each byte of weights.
 //
-// Q4_K, 2304 bytes: 4 chunks of 32 lanes x 16 bytes (the lane's 64 bytes of qs, in file order),
-// then 16 file headers of 16 bytes. Q6_K: part A, 2304 bytes = 4 chunks of ql and 32 lanes x 8
-// bytes of scales; part C, 1056 bytes = 2 chunks of qh and 16 halves d. Packed by
-// kernels/fused/fused_decode_step_stream.py.
+// Q4_K, 72 bytes a lane: 4 chunks of 16 bytes for each lane (the lane's 64 bytes of qs, in file
+// order), then a file header of 16 bytes for every two. Q6_K: part A, 72 bytes = 4 chunks of ql and
+// 8 bytes of scales; part C, 33 bytes = 2 chunks of qh, and elsewhere a half d for every two lanes.
+// Packed by kernels/fused/fused_decode_step_stream.py.
 #pragma once
 
 #include "fused/fused_decode_step_ptx.cuh"
@@ -15,15 +15,14 @@
 // high nibbles, used in place as 16 q.
 struct Act { uint4 codes[8]; float scale[4], sum[4]; u32 sums16[4]; };
 DEV int sum16(u32 packed, int k) { return (int)(packed << (k ? 6 : 19)) >> 19; }
-// Rows of chunks are ACT_PITCH bytes apart: no bank conflicts when records are spread.
-#define ACT_PITCH 528
-DEV Act load_act(u32 act, u32 scales, u32 sums, int lane) {
+// column: the first of the lane's, / 128. Rows of chunks are `pitch` bytes apart.
+DEV Act load_act(u32 act, u32 pitch, u32 scales, u32 sums, int column) {
   Act a;
 #pragma unroll
   for (int c = 0; c < 8; ++c)
-    a.codes[c] = load_shared(act + c * ACT_PITCH + lane * 16);
-  const uint4 s = load_shared(scales + 16 * lane);
-  const uint4 t = load_shared(sums + 16 * lane);
+    a.codes[c] = load_shared(act + c * pitch + column * 16);
+  const uint4 s = load_shared(scales + 16 * column);
+  const uint4 t = load_shared(sums + 16 * column);
   const u32 scale[4] = {s.x, s.y, s.z, s.w}, packed[4] = {t.x, t.y, t.z, t.w};
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -37,10 +36,10 @@ DEV Act load_act(u32 act, u32 scales, u32 sums, int lane) {
 
 // header: d, dmin, scales[12] of the lane's block of 256, which two lanes share.
 struct Q4 { uint4 q[4], header; };
-DEV void load_q4(Q4& w, u32 unit, int lane) {
+DEV void load_q4(Q4& w, u32 unit, int lanes, int lane) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) w.q[i] = load_shared(unit + i * 512 + lane * 16);
-  w.header = load_shared(unit + 2048 + (lane >> 1) * 16);
+  for (int i = 0; i < 4; ++i) w.q[i] = load_shared(unit + i * 16 * lanes + lane * 16);
+  w.header = load_shared(unit + 64 * lanes + (lane >> 1) * 16);
 }
 DEV float dot_q4(const Q4& w, const Act& a, int lane) {
   // Six-bit scales and minima of the lane's four groups: the block's first half for even lanes.
@@ -70,12 +69,12 @@ DEV float dot_q4(const Q4& w, const Act& a, int lane) {
 }
 
 struct Q6 { uint4 low[4], high[2]; u32 scales[2], d; };
-DEV void load_q6(Q6& w, u32 a_part, u32 qh, u32 d, int lane) {
+DEV void load_q6(Q6& w, u32 a_part, u32 qh, u32 d, int lanes, int lane) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) w.low[i] = load_shared(a_part + i * 512 + lane * 16);
+  for (int i = 0; i < 4; ++i) w.low[i] = load_shared(a_part + i * 16 * lanes + lane * 16);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) w.high[i] = load_shared(qh + i * 512 + lane * 16);
-  load_shared_pair(w.scales, a_part + 2048 + lane * 8);
+  for (int i = 0; i < 2; ++i) w.high[i] = load_shared(qh + i * 16 * lanes + lane * 16);
+  load_shared_pair(w.scales, a_part + 64 * lanes + lane * 8);
   w.d = load_shared_half(d + (lane >> 1) * 2);
 }
 DEV float dot_q6(const Q6& w, const Act& a) {

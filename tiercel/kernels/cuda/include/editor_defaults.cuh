@@ -67,7 +67,14 @@
 // ---- fused: fused_decode_step.py, fused_layer_tail.py
 #define ANY_SIX 0
 #define ATTENDED 2048
+#define DOWN_ACROSS 1
+#define DOWN_TILE 1
+#define DOWN_TIMES 3
+#define GATEUP_ACROSS 1
+#define GATEUP_PARTS 3
+#define GATEUP_TILE 1
 #define GROUP_WARPS 4
+#define HAS_BIAS 0
 #define HAS_QK_NORM 1
 #define HEAD 128
 #define HEADS 4
@@ -75,6 +82,10 @@
 #define INNER 6144
 #define LAYERS 36
 #define MOST_TILES 64
+#define O_ACROSS 1
+#define O_TILE 1
+#define QKV_ACROSS 1
+#define QKV_TILE 1
 #define QKV_TILES 192
 #define QK_TILES 160
 #define SIX_DOWN 0
@@ -82,7 +93,6 @@
 #define SIX_O 0
 #define SIX_QK 0
 #define SIX_V 0
-#define SLICES 3
 #define XSLOTS 4
 
 // ---- moe: moe_experts_tiles.py, moe_experts_gemm.py
