@@ -199,16 +199,21 @@ class MatrixOrder:
         """
         self.is_q6 = is_q6
         self.blocks = geometry.plan(name).blocks
+        with device:
+            self._moves = self._list_moves(geometry, name)
+
+    def _list_moves(self, geometry: StepGeometry, name: str) -> list[_Moves]:
         codes, qh, d = [], [], []
         ctas_of: dict[int, list[int]] = {}
         for cta in range(CTAS):
             ctas_of.setdefault(len(geometry.parts(name, cta)), []).append(cta)
         for num_parts, ctas in ctas_of.items():
             first_rows = torch.tensor(
-                [[part[0] for part in geometry.parts(name, cta)] for cta in ctas]
+                [[part[0] for part in geometry.parts(name, cta)] for cta in ctas],
+                dtype=torch.int64,
             ).view(len(ctas), num_parts)
             for group in range(GROUPS):
-                units, _ = _sequence(geometry, name, num_parts, group, is_q6=is_q6)
+                units, _ = _sequence(geometry, name, num_parts, group, is_q6=self.is_q6)
                 shapes: dict[tuple[int, int], list[_Unit]] = {}
                 for unit in units:
                     shapes.setdefault((unit.rows, unit.blocks), []).append(unit)
@@ -216,14 +221,14 @@ class MatrixOrder:
                 for same in shapes.values():
                     blocks = self._blocks(same, first_rows)
                     codes.append(_code_moves(blocks, same, owners))
-                    if is_q6:
+                    if self.is_q6:
                         qh.append(_qh_moves(blocks, same, owners))
                         d.append(_d_moves(blocks, same, owners))
-        self._moves = [_joined(moves, device) for moves in (codes, qh, d) if moves]
+        return [_joined(moves) for moves in (codes, qh, d) if moves]
 
     def _blocks(self, units: list[_Unit], first_rows: Tensor) -> Tensor:
         """(CTAs, units, blocks) indices of the blocks of equal units in a file."""
-        rows = first_rows[:, [unit.part for unit in units]]
+        rows = first_rows[:, torch.tensor([unit.part for unit in units])]
         rows = rows + torch.tensor([unit.row for unit in units])
         within = torch.arange(units[0].rows)[:, None] * self.blocks + torch.arange(units[0].blocks)
         first = rows * self.blocks + torch.tensor([unit.block for unit in units])
@@ -270,10 +275,10 @@ def _elements(data: Tensor, size: int) -> Tensor:
     return data.view(torch.int64).view(-1, 2) if size == _PIECE else data.view(torch.int16)
 
 
-def _joined(moves: list[_Moves], device: torch.device) -> _Moves:
+def _joined(moves: list[_Moves]) -> _Moves:
     return _Moves(
         *(
-            torch.cat([getattr(move, field).flatten() for move in moves]).to(device)
+            torch.cat([getattr(move, field).flatten() for move in moves])
             for field in ("source", "to", "group")
         )
     )

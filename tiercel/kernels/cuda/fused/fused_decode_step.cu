@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
   for (int phase = 0; phase < 4 * LAYERS; ++phase) {
     const int layer = phase >> 2, kind = phase & 3;
-    const int own = unknown(threadIdx.x) & 31;  // the lane
+    const int own = lane_id();
     float norm = 0;  // weight of the norm that follows, fetched long before it is needed
     if (warp % GROUP_WARPS == 0 && (kind == O_PROJ || (kind == DOWN && layer < LAYERS - 1))) {
       const u32 at = 32 * (blockIdx.x + CTAS * (warp / GROUP_WARPS)) + own;

@@ -87,6 +87,12 @@ DEV int unknown(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// Read again at each call, where a register that keeps it would be spilled.
+DEV int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 // Of 96 registers that a warp begins with, producers need 32: consumers get 112.
 DEV void drop_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 32;"); }
 DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 112;"); }
