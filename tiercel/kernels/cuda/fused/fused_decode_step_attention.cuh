@@ -38,13 +38,15 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
   const float4* biases = reinterpret_cast<const float4*>(g.bias);
   const float4 bias = biases[((Q_ROWS + 2 * KV_ROWS) * layer + row) / 4 + part];
 #endif
+  // The CTA had all inputs of these rows.
+  const float rms = make_rms(input_of(smem, QKV, 0).squares, g.eps, lane);
   const u32 tag = layer & 3;
   auto is_missing = [&]() {
     return ((raw.x ^ tag) | (raw.y ^ tag) | (raw.z ^ tag) | (raw.w ^ tag)) & 3;
   };
   while (is_missing() && !is_lost(smem)) raw = load_relaxed(rows);
-  float v[4] = {__uint_as_float(raw.x & ~3u), __uint_as_float(raw.y & ~3u),
-                __uint_as_float(raw.z & ~3u), __uint_as_float(raw.w & ~3u)};
+  float v[4] = {rms * __uint_as_float(raw.x & ~3u), rms * __uint_as_float(raw.y & ~3u),
+                rms * __uint_as_float(raw.z & ~3u), rms * __uint_as_float(raw.w & ~3u)};
 #if HAS_BIAS
   v[0] += bias.x, v[1] += bias.y, v[2] += bias.z, v[3] += bias.w;
 #endif

@@ -195,3 +195,17 @@ DEV void receive(uint4 first, const uint4* exchange, u32 records, u32 vectors, u
     }
   }
 }
+// 1 / rms of the input, from the sums of squares of all records in a fixed order.
+DEV float make_rms(u32 squares, float eps, int lane) {
+  float t = 0;
+#pragma unroll
+  for (int at = 0; at < HIDDEN / 128; at += 32) {
+    const bool is_there = at + 32 <= HIDDEN / 128 || at + lane < HIDDEN / 128;
+    const uint4 s = load_shared(squares + 16 * (is_there ? at + lane : 0));
+    const float sum = __uint_as_float(s.x) + __uint_as_float(s.y) + __uint_as_float(s.z) +
+                      __uint_as_float(s.w);
+    t += is_there ? sum : 0;
+  }
+  for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
+  return rsqrtf(t * (1.f / HIDDEN) + eps);
+}

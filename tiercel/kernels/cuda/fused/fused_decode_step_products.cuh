@@ -121,20 +121,6 @@ struct Taker {
 };
 
 // ---- matrices
-// 1 / rms of the input, from the sums of squares of all records in a fixed order.
-DEV float make_rms(u32 squares, float eps, int lane) {
-  float t = 0;
-#pragma unroll
-  for (int at = 0; at < HIDDEN / 128; at += 32) {
-    const bool is_there = at + 32 <= HIDDEN / 128 || at + lane < HIDDEN / 128;
-    const uint4 s = load_shared(squares + 16 * (is_there ? at + lane : 0));
-    const float sum = __uint_as_float(s.x) + __uint_as_float(s.y) + __uint_as_float(s.z) +
-                      __uint_as_float(s.w);
-    t += is_there ? sum : 0;
-  }
-  for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
-  return rsqrtf(t * (1.f / HIDDEN) + eps);
-}
 // The unit of a warp in a slot: where it begins in blocks, its rows and lanes.
 struct Unit { int at, rows, lanes; };
 DEV Unit make_unit(const Plan& p, const Width& width, int left, int tile) {
@@ -158,7 +144,7 @@ DEV float sum_results(u32 at, int across, int pitch) {
   for (int i = 0; i < across; ++i) v += __uint_as_float(load_shared_word(at + 4 * i * pitch));
   return v;
 }
-// Row `row` of q, k or v (part 0, 1, 2) of this CTA, for those that attend.
+// Row `row` of q, k or v (part 0, 1, 2) of this CTA, for those that attend; without 1 / rms.
 DEV void send_row(const Args& g, int layer, int part, int row, float y) {
   const int at = (part ? Q_ROWS + (part - 1) * KV_ROWS + OWN_KV * (int)blockIdx.x
                        : OWN_Q * (int)blockIdx.x) + row;
@@ -168,13 +154,14 @@ DEV void send_row(const Args& g, int layer, int part, int row, float y) {
 // A part of a matrix is done: one warp makes a record of its 32 outputs. residual, norm: of that
 // warp's part of o and down.
 DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int warp, int lane,
-                     float rms, float& residual, float norm) {
+                     float& residual, float norm) {
   if (warp != GROUP_WARPS * (part % GROUPS)) {
     bar_arrive(4 + part, CONSUMERS);
     return;
   }
-  bar_sync(4 + part, CONSUMERS);
   const bool adds = kind != GATEUP;
+  const float rms = adds ? 1 : make_rms(input_of(smem, kind, 0).squares, g.eps, lane);
+  bar_sync(4 + part, CONSUMERS);
   const u32 scratch = smem + Layout::SCRATCH + 32 * (part % GROUPS);
   const Plan p = plan_of(kind);
   const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows;
@@ -216,7 +203,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
   const int six = g.six[layer], tile = own >> p.side_log;
   const u32 records = records_at(kind);
   if (kind != DOWN && tid < 24u * p.blocks) ahead = load_relaxed(g.exchange + (records + tid));
-  float acc0 = 0, acc1 = 0, kept0 = 0, kept1 = 0, rms = 1;
+  float acc0 = 0, acc1 = 0, kept0 = 0, kept1 = 0;
 #pragma unroll 1
   for (int time = 0; time < p.times; ++time) {
     const Width width = make_width(p, time, group, own);
@@ -229,7 +216,6 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
     const bool is_last = kind != DOWN || time == p.times - 1;
     if (!is_last && tid < 24u * (p.least + (time + 1 < p.extra)))
       ahead = load_relaxed(g.exchange + (records + 24 * until + tid));
-    if (kind == QKV || kind == GATEUP) rms = make_rms(in.squares, g.eps, lane);
     const int row_lanes = BLOCK_LANES * width.own;
     const int row = WHOLE ? 0 : lane / row_lanes, column = WHOLE ? lane : lane - row * row_lanes;
     const Act a = load_act(in.act, in.pitch, in.scales, in.sums,
@@ -292,7 +278,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
         const int at = deal.rows - deal.left(it) + tile * p.tile, next = at + p.turn * p.step;
         auto keep = [&](int row_at, float y) {
           if (QKV_ACROSS == 1 && kind == QKV)
-            send_row(g, layer, part, row_at, rms * y);
+            send_row(g, layer, part, row_at, y);
           else
             store_shared(results + 4 * row_at, __float_as_uint(y));
         };
@@ -311,7 +297,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
         acc0 = acc1 = 0;
       }
       if (kind != QKV && is_last)
-        finish_part(g, smem, layer, kind, part, warp, lane, rms, residual, norm);
+        finish_part(g, smem, layer, kind, part, warp, lane, residual, norm);
     }
   }
   if (QKV_ACROSS == 1 || kind != QKV) return;
@@ -319,5 +305,5 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
   if (tid >= OWN_ROWS) return;
   const int part = (tid >= OWN_Q) + (tid >= OWN_Q + OWN_KV);
   const float y = sum_results(smem + Layout::RESULTS + 4 * tid, QKV_ACROSS, OWN_ROWS);
-  send_row(g, layer, part, tid - (part ? OWN_Q + (part - 1) * OWN_KV : 0), rms * y);
+  send_row(g, layer, part, tid - (part ? OWN_Q + (part - 1) * OWN_KV : 0), y);
 }
