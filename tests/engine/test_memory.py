@@ -471,14 +471,22 @@ class LoadingError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("left", "expected"), [(200, True), (199, False), (60, False), (59, OutOfMemoryError)]
+    ("left", "expected"),
+    [
+        (200, (True, True)),
+        (199, (False, True)),
+        (172, (False, True)),
+        (171, (False, False)),
+        (60, (False, False)),
+        (59, OutOfMemoryError),
+    ],
 )
-def test_dense_copies_of_weights_take_half_of_the_memory_at_most(monkeypatch, left, expected):
-    """100 bytes with copies, 60 without."""
+def test_copies_of_weights_take_half_of_the_memory_at_most(monkeypatch, left, expected):
+    """100 bytes with dense copies, 60 without; a second packed copy may fill 7 tenths."""
     seen = []
 
-    def read(source, device, load, *, dense_copies, sharding):
-        seen.append(dense_copies)
+    def read(source, device, load, *, dense_copies, step_copy, sharding):
+        seen.append((dense_copies, step_copy))
         raise LoadingError
 
     of_bytes(monkeypatch, left)

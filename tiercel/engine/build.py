@@ -43,6 +43,9 @@ from tiercel.text.tokenizer import Tokenizer
 # Share of a GPU's memory that weights with dense copies of packed ones may take; the remaining
 # memory is for the cache.
 COPIES_SHARE: Final = 0.5
+# The same for packed weights with a second packed copy, which whole decode steps of a single token
+# read.
+STEP_COPY_SHARE: Final = 0.7
 
 
 def sharding_of(config: EngineConfig, rank: int) -> Sharding:
@@ -115,10 +118,10 @@ def _capture(runner: ModelRunner, progress: Callable[[str, int, int], None] | No
         recorder.finish()
 
 
-def _has_room_for_copies(
+def _find_room_for_copies(
     source: ModelSource, config: EngineConfig, budget: MemoryBudget, peers: Peers
-) -> bool:
-    """Whether packed weights keep dense copies, on every rank.
+) -> tuple[bool, bool]:
+    """Whether packed weights keep dense copies, and one for whole decode steps, on every rank.
 
     Raises:
         OutOfMemoryError: weights and one sequence do not fit even without them.
@@ -141,9 +144,10 @@ def _has_room_for_copies(
         for name in dtypes_from(config.dtype, device)
     )
     budget.check(needed, others, partial(_sizes_that_fit, source, config))
-    with_copies = measure(dtype=dtype_name(config.dtype), dense_copies=True)
+    name = dtype_name(config.dtype)
     left = peers.least("memory for weights", budget.left())
-    return with_copies.nbytes <= COPIES_SHARE * left
+    has_dense = measure(dtype=name, dense_copies=True).nbytes <= COPIES_SHARE * left
+    return has_dense, has_dense or 2 * measure(dtype=name).nbytes <= STEP_COPY_SHARE * left
 
 
 def _sizes_that_fit(source: ModelSource, config: EngineConfig, available: int) -> list[int]:
@@ -194,10 +198,12 @@ def build_engine(
     """
     device = config.device
     budget = MemoryBudget(device, config.gpu_memory_utilization, num_engines=config.num_replicas)
-    dense_copies = _has_room_for_copies(source, config, budget, peers)
+    dense_copies, step_copy = _find_room_for_copies(source, config, budget, peers)
     load = None if progress is None else partial(progress, "Loading")
     sharding = sharding_of(config, peers.rank)
-    reader = WeightReader(source, device, load, dense_copies=dense_copies, sharding=sharding)
+    reader = WeightReader(
+        source, device, load, dense_copies=dense_copies, step_copy=step_copy, sharding=sharding
+    )
     try:
         model = _load_weights(source, config, reader, peers)
         groups = group_specs(model.cache_specs())

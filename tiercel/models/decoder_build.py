@@ -136,7 +136,7 @@ class DecoderBuilder:
         switch = switched_off().get("fused_decode_step")
         if switch is not None:
             return switch
-        if self.weights.device.type == "cuda" and not self.weights.dense_copies:
+        if self.weights.device.type == "cuda" and not self.weights.step_copy:
             return Refusal("there is no memory for a second copy of the weights")
         shape = decoder_shape(self.config, num_positions)
         parts = []

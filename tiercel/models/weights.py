@@ -63,6 +63,7 @@ class WeightReader:
         progress: Callable[[int, int], None] | None = None,
         *,
         dense_copies: bool = True,
+        step_copy: bool = True,
         sharding: Sharding = WHOLE,
     ) -> None:
         """Start reading.
@@ -72,10 +73,13 @@ class WeightReader:
             device: where results are; but see `file_tensor`.
             progress: called with (bytes read, bytes in all).
             dense_copies: for `prepare_linear`: whether there is memory for them.
+            step_copy: whether there is memory for a second packed copy of all layers, which the
+                fused decode step reads.
             sharding: the rank's place among those that share the model.
         """
         self.source = source
         self.dense_copies = dense_copies
+        self.step_copy = step_copy
         self.sharding = sharding
         self._rules = shard_rules(source.family)
         self.device = device
