@@ -45,7 +45,11 @@ def random_matrix(rows, columns, qtype, generator):
     size = (rows, columns // 256, qtype.block_bytes)
     data = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
     spread = columns**-0.5
-    ranges = {0: spread / 150, 2: spread / 20} if qtype is QuantType.Q4_K else {208: spread / 1300}
+    ranges = {
+        QuantType.Q4_K: {0: spread / 150, 2: spread / 20},
+        QuantType.Q5_K: {0: spread / 300, 2: spread / 20},
+        QuantType.Q6_K: {208: spread / 1300},
+    }[qtype]
     for at, d in ranges.items():
         factor = 0.5 + torch.rand(*size[:2], 1, device=device, generator=generator)
         data[:, :, at : at + 2] = (d * factor).half().view(torch.uint8)
@@ -83,10 +87,10 @@ def make_model(
     builder = FusedDecodeStepBuilder(geometry, torch.device(device))
     rows, columns = rows_of(shape), columns_of(shape)
     layers, norms, head_norms, biases = [], [], [], []
-    for index, mask in enumerate(masks):
+    for index in range(len(masks)):
         layer = {}
-        for i, name in enumerate(MATRICES):
-            qtype = (QuantType.Q4_K, QuantType.Q6_K)[mask >> i & 1]
+        for name in MATRICES:
+            qtype = QuantType[geometry.qtype(index, name)]
             names = ("gate", "up") if name == "gate_up" else (name,)
             parts = [random_matrix(rows[name], columns[name], qtype, generator) for _ in names]
             layer |= dict(zip(names, parts, strict=True))

@@ -35,13 +35,13 @@ CPU = "the device is cpu, not a GPU"
         (
             "qwen3-8b",
             {"Q6_K": "Q5_K"},
-            "v of layer 0 is Q5_K; the kernel reads Q4_K and Q6_K",
+            None,
             "down: Q5_K; the kernel reads Q4_K and Q6_K (after the attention of layer 0)",
         ),
         (
             "qwen3-8b",
             {"Q4_K": "F16"},
-            "q of layer 0 is F16; the kernel reads Q4_K and Q6_K",
+            "q of layer 0 is F16; the kernel reads Q4_K, Q5_K and Q6_K",
             "o: F16; the kernel reads Q4_K and Q6_K (after the attention of layer 0)",
         ),
         ("qwen3-1.7b", {}, None, None),

@@ -43,6 +43,8 @@ CPU = torch.device("cpu")
 # largest in its group.
 TOLERANCE = 1.5e-2
 ALL_Q6 = 63
+ALL_Q5 = ALL_Q6 << 6
+Q5_K_M = V_AND_DOWN | (ALL_Q6 - V_AND_DOWN) << 6  # of half of such a file's layers
 # Each way of sharing rows, with few of them: what published sizes have, and heads of 64, several
 # query heads, biases, CTAs with more and with fewer groups.
 SHAPES = {
@@ -151,17 +153,18 @@ BIG = ("whole", "slices", "widest", "llama", "qwen2")
 )
 def test_packing_keeps_every_byte(name):
     """Every byte of the stream but what fills up to 16 belongs to one matrix."""
-    shape = replace(SHAPES[name], num_layers=2)
-    stream = StepStream(make_geometry(shape, (0, ALL_Q6)), CPU)
+    shape = replace(SHAPES[name], num_layers=3)
+    # No nibble is 0: those of Q5_K change places.
+    stream = StepStream(make_geometry(shape, (0, ALL_Q6, ALL_Q5)), CPU)
     rows, columns, written = rows_of(shape), columns_of(shape), 0
     matrices = {}
-    for layer in range(2):
-        qtype = QuantType.Q6_K if layer else QuantType.Q4_K
+    for layer, qtype in enumerate((QuantType.Q4_K, QuantType.Q6_K, QuantType.Q5_K)):
         for matrix in MATRICES:
             count = rows[matrix] * (2 if matrix == "gate_up" else 1)
             data = torch.randint(
                 1, 256, (count, qtype.row_bytes(columns[matrix])), dtype=torch.uint8
             )
+            data |= 0x11
             stream.write(layer, matrix, data)
             matrices[layer, matrix] = data
             written += data.numel()
@@ -182,7 +185,9 @@ def test_sequences_follow_each_other():
     assert (places[-1][:-1] <= starts[1:]).all()
 
 
-@pytest.mark.parametrize(("name", "mask"), [("tiny", 0), ("rows", V_AND_DOWN), ("llama", ALL_Q6)])
+@pytest.mark.parametrize(
+    ("name", "mask"), [("tiny", 0), ("rows", V_AND_DOWN), ("tiny", ALL_Q5), ("llama", ALL_Q6)]
+)
 def test_cpu_matches_oracle(name, mask):
     assert run_both(make_sized(name, (mask,)), 70, CPU) < TOLERANCE
 
@@ -190,7 +195,7 @@ def test_cpu_matches_oracle(name, mask):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
 def test_matches_oracle_at_every_size(name, device):
-    masks = (V_AND_DOWN, 0, ALL_Q6, 1, 2, 24)
+    masks = (V_AND_DOWN, 0, ALL_Q6, 1, 2, 24, ALL_Q5, Q5_K_M)
     model = make_sized(name, masks, device)
     assert run_both(model, 100, device) < TOLERANCE * len(masks)
     assert run_both(model, 100, device, rounds=False) < 3e-2 * len(masks)
@@ -251,6 +256,7 @@ def check_source(build_source, name, masks, length):
         pytest.param("whole", (0,), 1, id="slices"),
         pytest.param("tiny", (0, ALL_Q6), 70, id="tiny"),
         pytest.param("qwen2", (V_AND_DOWN,), 300, id="qwen2"),
+        pytest.param("llama", (Q5_K_M, ALL_Q5), 70, id="five_bits"),
     ],
 )
 def test_source_matches_op(name, masks, length, build_source):
@@ -259,7 +265,7 @@ def test_source_matches_op(name, masks, length, build_source):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("masks", [(0,), (ALL_Q6, V_AND_DOWN)], ids=str)
+@pytest.mark.parametrize("masks", [(0,), (ALL_Q6, V_AND_DOWN), (ALL_Q5,)], ids=str)
 def test_source_matches_op_at_every_size(name, masks, build_source):
     check_source(build_source, name, masks, 600)
 

@@ -151,14 +151,20 @@ def test_the_largest_sizes_fit():
 
 def test_masks_name_the_types():
     v_and_down = 1 << MATRICES.index("v") | 1 << MATRICES.index("down")
+    fives = partition(QWEN3_8B, [dict.fromkeys(MATRICES, ("Q5_K",)) | {"v": ("Q6_K",)}])
+    assert fives.masks == (1 << 2 | (63 - 4) << 6,)
+    assert [fives.qtype(0, name) for name in ("q", "v", "down")] == ["Q5_K", "Q6_K", "Q5_K"]
+    assert fives.has_q5
     assert partition(QWEN3_8B, [PLAIN, MIXED]) == make_geometry(QWEN3_8B, (0, v_and_down))
 
 
 def test_a_type_that_does_not_fit_is_named_with_its_layer():
     reasons = {
-        "q of layer 1 is Q8_0; the kernel reads Q4_K and Q6_K": {"q": ("Q8_0",)},
+        "q of layer 1 is Q8_0; the kernel reads Q4_K, Q5_K and Q6_K": {"q": ("Q8_0",)},
         "gate_up of layer 1 is of two types, Q4_K and Q6_K": {"gate_up": ("Q4_K", "Q6_K")},
-        "gate_up of layer 1 is F16; the kernel reads Q4_K and Q6_K": {"gate_up": ("Q4_K", "F16")},
+        "gate_up of layer 1 is F16; the kernel reads Q4_K, Q5_K and Q6_K": {
+            "gate_up": ("Q4_K", "F16")
+        },
     }
     for reason, changes in reasons.items():
         assert partition(QWEN3_8B, [PLAIN, PLAIN | changes]) == Refusal(reason)

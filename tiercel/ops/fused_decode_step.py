@@ -12,7 +12,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS, MATRICES, TYPES
+from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS, MATRICES
 from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape as DecoderShape
 from tiercel.kernels.fused.fused_decode_step_geometry import StepGeometry as StepGeometry
 from tiercel.kernels.fused.fused_decode_step_geometry import partition as partition
@@ -24,7 +24,6 @@ from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
-_TYPES = tuple(QuantType[name] for name in TYPES)
 _GROUP = 32  # activations with one scale
 
 
@@ -42,15 +41,13 @@ class StepStream:
         self.layout = StreamLayout(geometry)
         # Not all bytes are weights: some fill up to 16.
         self.data = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
-        self._orders: dict[tuple[str, bool], MatrixOrder] = {}
+        self._orders: dict[tuple[str, str], MatrixOrder] = {}
 
     def _order(self, layer: int, name: str) -> MatrixOrder:
-        is_q6 = bool(self.geometry.masks[layer] >> MATRICES.index(name) & 1)
-        if (name, is_q6) not in self._orders:
-            self._orders[name, is_q6] = MatrixOrder(
-                self.geometry, name, self.data.device, is_q6=is_q6
-            )
-        return self._orders[name, is_q6]
+        qtype = self.geometry.qtype(layer, name)
+        if (name, qtype) not in self._orders:
+            self._orders[name, qtype] = MatrixOrder(self.geometry, name, qtype, self.data.device)
+        return self._orders[name, qtype]
 
     def write(self, layer: int, name: str, rows: Tensor) -> None:
         """Put a matrix, (rows, row bytes) uint8 as in a file, into its place."""
@@ -132,9 +129,9 @@ class FusedDecodeStepBuilder:
         Raises:
             ArgumentError: a type is not that of the layer's mask.
         """
-        for i, name in enumerate(MATRICES):
+        for name in MATRICES:
             parts = matrices[name]
-            expected = _TYPES[self.geometry.masks[layer] >> i & 1]
+            expected = QuantType[self.geometry.qtype(layer, name)]
             if any(part.qtype is not expected for part in parts):
                 raise ArgumentError(
                     f"fused_decode_step: {name} of layer {layer} is {parts[0].qtype.name}.",
@@ -309,11 +306,11 @@ def _fused_decode_step_torch(
     slots += tokens % BLOCK_TOKENS
     cos, sin = weights.rope[int(batch.positions[0])]
     shape = weights.geometry.shape
-    for layer, mask in enumerate(weights.geometry.masks):
+    for layer in range(shape.num_layers):
 
-        def times(name: str, y: Tensor, mask: int = mask, layer: int = layer) -> Tensor:
+        def times(name: str, y: Tensor, layer: int = layer) -> Tensor:
             data = weights.stream.read(layer, name)
-            qtype = _TYPES[mask >> MATRICES.index(name) & 1]
+            qtype = QuantType[weights.geometry.qtype(layer, name)]
             matrix = QuantTensor(qtype, Layout.FILE, (len(data), len(y)), {"data": data})
             return dequantize(matrix, torch.float32) @ _rounded(y)
 

@@ -54,6 +54,7 @@ def cuda_source(
         ("INNER", shape.intermediate_size),
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("HAS_BIAS", int(has_bias)),
+        ("HAS_Q5", int(geometry.has_q5)),
         ("IS_BF16", 0),
         ("CTAS", CTAS),
         ("GROUPS", GROUPS),
@@ -92,7 +93,7 @@ def _structures(num_layers: int) -> tuple[type[ctypes.Structure], type[ctypes.St
         ("max_blocks", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("score_scale", ctypes.c_float),
-        ("six", ctypes.c_uint8 * num_layers),
+        ("types", ctypes.c_uint16 * num_layers),
     ]
     caches = [
         ("maps", rtc.TensorMap * (2 * num_layers)),
@@ -154,7 +155,7 @@ def make_args(
         stream: (bytes,) uint8, see `fused_decode_step_stream`.
         starts: (CTAS, GROUPS) int64, where each group begins in it.
         shares: (CTAS, 1 + most pairs) int32, `shares_table`.
-        masks: of each layer, the matrices that are Q6_K.
+        masks: of each layer, the types of its matrices, see `StepGeometry`.
         norms: (2 * layers, hidden) float32, attention and MLP in turn.
         head_norms: (layers, 2, head_dim) float32, q and k; None for a model without.
         bias: (layers, rows of q, k and v) float32; None for a model without.
@@ -178,7 +179,7 @@ def make_args(
         block_tables.shape[1],
         eps,
         scale * LOG2_E,
-        (ctypes.c_uint8 * num_layers)(*masks),
+        (ctypes.c_uint16 * num_layers)(*masks),
     )
 
 

@@ -37,9 +37,10 @@ MOST_TOKENS = TILE_KEYS * GROUPS * SPLIT_TILES  # of a context
 MOST_COLUMNS = 8192  # of the inputs of qkv, o, gate and up: shared memory
 MOST_PARTS = 12  # groups of 32 pairs of a CTA: barriers
 MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
-MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask of Q6_K
+MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask
 PHASES = ("qkv", "o", "gate_up", "down")
-TYPES = ("Q4_K", "Q6_K")  # by the bit of a matrix in a mask
+# By the bits of a matrix in a mask: none, bit i, bit i + 6.
+TYPES = ("Q4_K", "Q6_K", "Q5_K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ class StepGeometry:
 
     Attributes:
         shape: of the decoder.
-        masks: of each layer; bit i is set if matrix i of `MATRICES` is Q6_K, else it is Q4_K.
+        masks: of each layer; bit i is set if matrix i of `MATRICES` is Q6_K, bit i + 6 if it is
+            Q5_K, else it is Q4_K.
         plans: of each of `PHASES`.
         splits: CTAs of a key/value head in attention.
         pairs: of each CTA, its groups of 32 pairs of gate and up.
@@ -137,6 +139,16 @@ class StepGeometry:
     plans: tuple[RowPlan, RowPlan, RowPlan, RowPlan]
     splits: int
     pairs: tuple[tuple[int, ...], ...]
+
+    def qtype(self, layer: int, name: str) -> str:
+        """The type of one of `MATRICES`, of `TYPES`."""
+        bits = self.masks[layer] >> MATRICES.index(name)
+        return TYPES[1 if bits & 1 else 2 if bits >> len(MATRICES) & 1 else 0]
+
+    @property
+    def has_q5(self) -> bool:
+        """Whether a matrix is Q5_K."""
+        return any(mask >> len(MATRICES) for mask in self.masks)
 
     @property
     def heads(self) -> int:
@@ -300,12 +312,12 @@ def partition(
             unknown = [kind for kind in kinds if kind not in TYPES]
             if unknown:
                 return Refusal(
-                    f"{name} of layer {index} is {unknown[0]}; the kernel reads {TYPES[0]} and "
-                    f"{TYPES[1]}"
+                    f"{name} of layer {index} is {unknown[0]}; the kernel reads Q4_K, Q5_K and Q6_K"
                 )
             if len(kinds) > 1:
                 return Refusal(f"{name} of layer {index} is of two types, {' and '.join(kinds)}")
-        masks.append(sum(int(layer[name][0] == TYPES[1]) << i for i, name in enumerate(MATRICES)))
+        bits = {"Q4_K": 0, "Q6_K": 1, "Q5_K": 1 << len(MATRICES)}
+        masks.append(sum(bits[layer[name][0]] << i for i, name in enumerate(MATRICES)))
     return make_geometry(shape, masks)
 
 

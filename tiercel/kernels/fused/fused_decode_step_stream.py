@@ -3,12 +3,14 @@
 A CTA has 4 groups of warps, and each reads one sequence of bytes from end to end: layer, matrix,
 slice of columns that follows another (of down), part, and there its slots, two by two:
 
-    slot | slot, if there is another | of Q6_K: a slot of the parts C of both
+    slot | slot, if there is another | of Q6_K and Q5_K: a slot of the parts C of both
 
 A slot is a unit for each warp of the group: rows and blocks of 256 weights as
 `fused_decode_step_geometry.RowPlan` deals them; `fused_decode_step_units.cuh` has the order of a
-unit's bytes. Parts C are first qh of both slots, then d of both, filled up to 16 bytes. All but d
-moves in pieces of 16 bytes, so an order is two lists of pieces: of the file and of the sequence.
+unit's bytes. Parts C are first qh of both slots, then d (of Q6_K) of both, filled up to 16 bytes.
+All but d moves in pieces of 16 bytes, so an order is two lists of pieces: of the file and of the
+sequence. Bits of qh of Q5_K belong to 8 groups of 32 weights; a lane's 4 groups get bytes of their
+own, nibbles of weights i and i + 16 side by side.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     GROUP_WARPS,
     GROUPS,
     MATRICES,
+    TYPES,
     RowPlan,
     StepGeometry,
 )
 from tiercel.kernels.fused.fused_refusal import CTAS
 
-BLOCK_BYTES = {False: 144, True: 210}  # of 256 weights of Q4_K, of Q6_K
 _PIECE = 16
-_PIECES = 9  # of a block of Q4_K, and of part A of Q6_K: header or scales, then 8 of codes
-_QH_PIECES = 4
-_D_BYTES = 2
+_PIECES = 9  # of a block's header or scales, and of its 8 of codes
+_QH_PIECES = {"Q4_K": 0, "Q6_K": 4, "Q5_K": 2}  # of a block
+_D_BYTES = {"Q4_K": 0, "Q6_K": 2, "Q5_K": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +76,14 @@ def _slot_units(
     return units, width * min(plan.step, rows - slot * plan.step)
 
 
-def _pair_bytes(blocks: int, *, is_q6: bool) -> int:
+def _pair_bytes(blocks: int, qtype: str) -> int:
     """Bytes of up to two slots, of so many blocks."""
-    c_bytes = blocks * (_PIECE * _QH_PIECES + _D_BYTES)
-    return blocks * _PIECE * _PIECES + (-(-c_bytes // _PIECE) * _PIECE if is_q6 else 0)
+    c_bytes = blocks * (_PIECE * _QH_PIECES[qtype] + _D_BYTES[qtype])
+    return blocks * _PIECE * _PIECES + -(-c_bytes // _PIECE) * _PIECE
 
 
 def _sequence(
-    geometry: StepGeometry, name: str, num_parts: int, group: int, *, is_q6: bool
+    geometry: StepGeometry, name: str, num_parts: int, group: int, qtype: str
 ) -> tuple[list[_Unit], int]:
     """A matrix in the sequence of a group of warps, with addresses in bytes, and its length.
 
@@ -90,11 +92,12 @@ def _sequence(
         name: of `MATRICES`.
         num_parts: of the CTA.
         group: of warps.
-        is_q6: whether the matrix is Q6_K.
+        qtype: of the matrix.
     """
     plan, rows = geometry.plan(name), geometry.part_rows(name)
     others = {"k": ("q",), "v": ("q", "k")}.get(name, ())  # q, k and v are dealt as one list
     before = sum(-(-geometry.part_rows(other) // plan.step) for other in others)
+    qh_bytes = _PIECE * _QH_PIECES[qtype]
     found: list[_Unit] = []
     start = 0
     for time in range(plan.times):
@@ -114,12 +117,12 @@ def _sequence(
                             replace(
                                 unit,
                                 at=start + at * _PIECE * _PIECES,
-                                qh_at=c_at + at * _PIECE * _QH_PIECES,
-                                d_at=c_at + blocks * _PIECE * _QH_PIECES + at * _D_BYTES,
+                                qh_at=c_at + at * qh_bytes,
+                                d_at=c_at + blocks * qh_bytes + at * _D_BYTES[qtype],
                             )
                         )
                     passed += own
-                start += _pair_bytes(blocks, is_q6=is_q6)
+                start += _pair_bytes(blocks, qtype)
     return found, start
 
 
@@ -135,17 +138,17 @@ class StreamLayout:
     def __init__(self, geometry: StepGeometry) -> None:
         self.geometry = geometry
         self._sizes = {
-            (name, is_q6): _matrix_sizes(geometry, name, is_q6=is_q6)
+            (name, qtype): _matrix_sizes(geometry, name, qtype)
             for name in MATRICES
-            for is_q6 in (False, True)
+            for qtype in TYPES
         }
         lengths = torch.zeros((CTAS, GROUPS), dtype=torch.int64)
         self._places: list[dict[str, Tensor]] = []
-        for mask in geometry.masks:
+        for layer in range(len(geometry.masks)):
             places = {}
-            for i, name in enumerate(MATRICES):
+            for name in MATRICES:
                 places[name] = lengths
-                lengths = lengths + self._sizes[name, bool(mask >> i & 1)]
+                lengths = lengths + self._sizes[name, geometry.qtype(layer, name)]
             self._places.append(places)
         ends = lengths.flatten().cumsum(0)
         self.num_bytes = int(ends[-1])
@@ -156,7 +159,7 @@ class StreamLayout:
         return self.starts + self._places[layer][name]
 
 
-def _matrix_sizes(geometry: StepGeometry, name: str, *, is_q6: bool) -> Tensor:
+def _matrix_sizes(geometry: StepGeometry, name: str, qtype: str) -> Tensor:
     """(CTAS, GROUPS) int64, the bytes of a matrix."""
     by_parts: dict[int, list[int]] = {}
     rows = []
@@ -164,7 +167,7 @@ def _matrix_sizes(geometry: StepGeometry, name: str, *, is_q6: bool) -> Tensor:
         parts = len(geometry.parts(name, cta))
         if parts not in by_parts:
             by_parts[parts] = [
-                _sequence(geometry, name, parts, group, is_q6=is_q6)[1] for group in range(GROUPS)
+                _sequence(geometry, name, parts, group, qtype)[1] for group in range(GROUPS)
             ]
         rows.append(by_parts[parts])
     return torch.tensor(rows)
@@ -186,18 +189,16 @@ class _Moves:
 class MatrixOrder:
     """The order of one matrix; the same for every layer where it has the same type."""
 
-    def __init__(
-        self, geometry: StepGeometry, name: str, device: torch.device, *, is_q6: bool
-    ) -> None:
+    def __init__(self, geometry: StepGeometry, name: str, qtype: str, device: torch.device) -> None:
         """List the pieces of a matrix.
 
         Args:
             geometry: of the decoder.
             name: of `MATRICES`.
+            qtype: of the matrix, of `TYPES`.
             device: of the weights.
-            is_q6: whether it is Q6_K.
         """
-        self.is_q6 = is_q6
+        self.qtype = qtype
         self.blocks = geometry.plan(name).blocks
         with device:
             self._moves = self._list_moves(geometry, name)
@@ -213,7 +214,7 @@ class MatrixOrder:
                 dtype=torch.int64,
             ).view(len(ctas), num_parts)
             for group in range(GROUPS):
-                units, _ = _sequence(geometry, name, num_parts, group, is_q6=self.is_q6)
+                units, _ = _sequence(geometry, name, num_parts, group, self.qtype)
                 shapes: dict[tuple[int, int], list[_Unit]] = {}
                 for unit in units:
                     shapes.setdefault((unit.rows, unit.blocks), []).append(unit)
@@ -221,8 +222,9 @@ class MatrixOrder:
                 for same in shapes.values():
                     blocks = self._blocks(same, first_rows)
                     codes.append(_code_moves(blocks, same, owners))
-                    if self.is_q6:
-                        qh.append(_qh_moves(blocks, same, owners))
+                    if _QH_PIECES[self.qtype]:
+                        qh.append(_qh_moves(blocks, same, owners, _QH_PIECES[self.qtype]))
+                    if _D_BYTES[self.qtype]:
                         d.append(_d_moves(blocks, same, owners))
         return [_joined(moves) for moves in (codes, qh, d) if moves]
 
@@ -250,24 +252,35 @@ class MatrixOrder:
 
     def _split(self, data: Tensor) -> list[Tensor]:
         """A file's blocks to elements: pieces with codes, pieces of qh, d."""
-        if not self.is_q6:
-            return [_elements(data.contiguous().flatten(), 16)]
-        blocks = data.unflatten(1, (-1, BLOCK_BYTES[True]))
-        codes = torch.cat((blocks[..., 192:208], blocks[..., :128]), dim=2)
-        return [
-            _elements(part.contiguous().flatten(), size)
-            for part, size in ((codes, 16), (blocks[..., 128:192], 16), (blocks[..., 208:], 2))
-        ]
+        blocks = data.unflatten(1, (self.blocks, -1))
+        if self.qtype == "Q4_K":
+            parts = [blocks]
+        elif self.qtype == "Q5_K":
+            codes = torch.cat((blocks[..., :16], blocks[..., 48:]), dim=2)
+            parts = [codes, _turn_bits(blocks[..., 16:48])]
+        else:
+            codes = torch.cat((blocks[..., 192:208], blocks[..., :128]), dim=2)
+            parts = [codes, blocks[..., 128:192], blocks[..., 208:]]
+        flat = [part.contiguous().flatten() for part in parts]
+        return [_elements(part, size) for part, size in zip(flat, (16, 16, 2), strict=False)]
 
     def _join(self, planes: list[Tensor]) -> Tensor:
         """The inverse of `_split`."""
-        flat = [plane.contiguous().view(torch.uint8).flatten() for plane in planes]
-        if not self.is_q6:
-            return flat[0].view(-1, self.blocks * BLOCK_BYTES[False])
-        codes = flat[0].view(-1, self.blocks, _PIECE * _PIECES)
-        qh = flat[1].view(-1, self.blocks, _PIECE * _QH_PIECES)
-        d = flat[2].view(-1, self.blocks, _D_BYTES)
-        return torch.cat((codes[..., 16:], qh, codes[..., :16], d), dim=2).flatten(1)
+        count = planes[0].shape[0] // _PIECES
+        parts = [plane.contiguous().view(torch.uint8).view(count, -1) for plane in planes]
+        if self.qtype == "Q5_K":
+            codes, bits = parts
+            parts = [torch.cat((codes[:, :16], _turn_bits(bits), codes[:, 16:]), dim=1)]
+        elif self.qtype == "Q6_K":
+            codes, qh, d = parts
+            parts = [torch.cat((codes[:, 16:], qh, codes[:, :16], d), dim=1)]
+        return parts[0].reshape(count // self.blocks, -1)
+
+
+def _turn_bits(bits: Tensor) -> Tensor:
+    """Bytes i and i + 16 of 32 to bytes i of their low and of their high nibbles, or back."""
+    low, high = bits[..., :16], bits[..., 16:]
+    return torch.cat((low & 15 | high << 4, low >> 4 | high & 240), dim=-1)
 
 
 def _elements(data: Tensor, size: int) -> Tensor:
@@ -307,15 +320,16 @@ def _code_moves(blocks: Tensor, units: list[_Unit], owners: Tensor) -> _Moves:
     )
 
 
-def _qh_moves(blocks: Tensor, units: list[_Unit], owners: Tensor) -> _Moves:
-    count = blocks.shape[2]
-    piece = torch.arange(_QH_PIECES)
-    to = piece % 2 * 2 * count + piece // 2 + 2 * torch.arange(count)[:, None]
+def _qh_moves(blocks: Tensor, units: list[_Unit], owners: Tensor, pieces: int) -> _Moves:
+    """Chunk i of all lanes, then chunk i + 1, if a lane has two."""
+    count, chunks = blocks.shape[2], pieces // 2
+    piece = torch.arange(pieces)
+    to = piece % chunks * 2 * count + piece // chunks + 2 * torch.arange(count)[:, None]
     at = torch.tensor([unit.qh_at // _PIECE for unit in units])
-    sources = (blocks[..., None] * _QH_PIECES + piece).flatten(2)
+    sources = (blocks[..., None] * pieces + piece).flatten(2)
     return _moves(sources, to.flatten(), at, owners)
 
 
 def _d_moves(blocks: Tensor, units: list[_Unit], owners: Tensor) -> _Moves:
-    at = torch.tensor([unit.d_at // _D_BYTES for unit in units])
+    at = torch.tensor([unit.d_at // _D_BYTES["Q6_K"] for unit in units])
     return _moves(blocks, torch.arange(blocks.shape[2]), at, owners)

@@ -20,10 +20,11 @@
 // Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become
 // NaN. So a step ends even if CTAs do not run side by side.
 //
-// Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, CTAS, GROUPS of GROUP_WARPS warps, HEAD (its
-// width), KV_HEADS, HEADS (query heads of a key/value head), SPLITS (CTAs of a key/value head), TILE
-// (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a cache block), MOST_TILES
-// (of a group), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of fused_decode_step_plan.cuh.
+// Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, HAS_Q5, CTAS, GROUPS of GROUP_WARPS warps,
+// HEAD (its width), KV_HEADS, HEADS (query heads of a key/value head), SPLITS (CTAs of a key/value
+// head), TILE (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a cache block),
+// MOST_TILES (of a group), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of
+// fused_decode_step_plan.cuh.
 #include "fused/fused_decode_step_attention.cuh"
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"

@@ -11,8 +11,9 @@
 #define UNIT 2304  // bytes of 16 blocks of Q4_K, and of part A of Q6_K: 144 a block
 #define SLOT (GROUP_WARPS * UNIT)
 #define BLOCK_BYTES 144
-#define QH_BYTES 64  // of a block's part C
+#define QH_BYTES 64  // of part C of a block of Q6_K
 #define D_BYTES 2
+#define Q5_BYTES 32  // of part C of a block of Q5_K
 #define IN_FLIGHT_NOW 2    // copies in flight of a group while it fetches what is being computed
 #define IN_FLIGHT_AHEAD 1  // ... while running ahead: longer queues delay the exchange
 #define MOST_TICKS 2       // of the clock's upper half, 2.2 s each; no step takes as long
@@ -37,7 +38,7 @@ struct Args {
   const long long* slot;    // of the new token; negative: keep nothing
   int max_blocks;
   float eps, score_scale;   // scale * log2(e)
-  u8 six[LAYERS];           // bits q, k, v, o, gate and up, down: Q6_K
+  u16 types[LAYERS];        // bits q, k, v, o, gate and up, down: Q6_K; the next six: Q5_K
 };
 struct Caches {
   TMap maps[LAYERS][2];     // K, V: (tokens, KV_HEADS, HEAD) in boxes of (TILE, 1, 64)

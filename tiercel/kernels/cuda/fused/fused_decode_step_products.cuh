@@ -12,8 +12,10 @@ DEV int parts_of(int kind, int gateup_parts) {
   return kind == GATEUP ? gateup_parts : HIDDEN / 32 % CTAS == 0 ? HIDDEN_PARTS
                                                                  : (groups + CTAS - 1) / CTAS;
 }
-DEV bool is_q6(int six, int kind, int part) {
-  return (six >> (kind == QKV ? part : kind + 2)) & 1;
+enum Type { Q4_K, Q6_K, Q5_K };
+DEV int type_of(int types, int kind, int part) {
+  const int bits = types >> (kind == QKV ? part : kind + 2);
+  return bits & 1 ? Q6_K : HAS_Q5 && (bits >> 6) & 1 ? Q5_K : Q4_K;
 }
 // Attention is a phase of its own after QKV.
 DEV int phase_of(int layer, int kind) { return 5 * layer + kind + (kind > QKV); }
@@ -61,7 +63,7 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
   const int tiles = ends.attends() ? tiles_of(ends.num_keys, ends.split, group) : 0;
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer) {
-    const int six = g.six[layer];
+    const int types = g.types[layer];
 #pragma unroll 1
     for (int kind = QKV; kind <= DOWN; ++kind) {
       const int phase = phase_of(layer, kind), parts = parts_of(kind, gateup_parts);
@@ -72,7 +74,8 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
 #pragma unroll 1
         for (int part = 0; part < parts; ++part) {
           const Deal deal = make_deal(p, kind, part, group);
-          const bool six_bits = is_q6(six, kind, part);
+          const int type = type_of(types, kind, part);
+          const int c_bytes = type == Q6_K ? QH_BYTES + D_BYTES : Q5_BYTES;
 #pragma unroll 1
           for (int it = 0; it < deal.count; it += 2) {
             int own = wide * deal.rows_of(it);
@@ -82,7 +85,7 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
               put(BLOCK_BYTES * more, phase);
               own += more;
             }
-            if (six_bits) put((own * (QH_BYTES + D_BYTES) + 15) & ~15, phase);
+            if (type != Q4_K) put((own * c_bytes + 15) & ~15, phase);
           }
         }
       }
@@ -200,7 +203,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
     return;
   }
   const Plan p = plan_of(kind);
-  const int six = g.six[layer], tile = own >> p.side_log;
+  const int types = g.types[layer], tile = own >> p.side_log;
   const u32 records = records_at(kind);
   if (kind != DOWN && tid < 24u * p.blocks) ahead = load_relaxed(g.exchange + (records + tid));
   float acc0 = 0, acc1 = 0, kept0 = 0, kept1 = 0;
@@ -223,7 +226,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       const Deal deal = make_deal(p, kind, part, group);
-      const bool six_bits = is_q6(six, kind, part);
+      const int type = type_of(types, kind, part);
       const int slice = warp & (p.across - 1);
       const u32 results =
           smem + Layout::RESULTS +
@@ -242,7 +245,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
         const Unit u0 = make_unit(p, width, deal.left(it), tile);
         const Unit u1 = make_unit(p, width, is_pair ? deal.left(it + 1) : 0, tile);
         float y0, y1 = 0;
-        if (!six_bits) {
+        if (type == Q4_K) {
           Q4 w;
           const int s0 = taker.take();
           load_q4(w, data + s0 * SLOT + BLOCK_BYTES * u0.at, u0.lanes, lane);
@@ -255,21 +258,35 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
             y1 = dot_q4(w, a, lane);
           }
         } else {
-          Q6 w;
           const int s0 = taker.take(), s1 = is_pair ? taker.take() : s0, s2 = taker.take();
+          const u32 a0 = data + s0 * SLOT + BLOCK_BYTES * u0.at;
+          const u32 a1 = data + s1 * SLOT + BLOCK_BYTES * u1.at, c = data + s2 * SLOT;
           const int n0 = width.all * deal.rows_of(it);
-          const int n1 = is_pair ? width.all * deal.rows_of(it + 1) : 0;
-          const u32 c = data + s2 * SLOT, d = c + QH_BYTES * (n0 + n1);
-          load_q6(w, data + s0 * SLOT + BLOCK_BYTES * u0.at, c + QH_BYTES * u0.at,
-                  d + D_BYTES * u0.at, u0.lanes, lane);
-          y0 = dot_q6(w, a);
-          if (is_pair)
-            load_q6(w, data + s1 * SLOT + BLOCK_BYTES * u1.at, c + QH_BYTES * (n0 + u1.at),
-                    d + D_BYTES * (n0 + u1.at), u1.lanes, lane);
-          taker.give_back(s0, lane);
-          if (is_pair) taker.give_back(s1, lane);
-          taker.give_back(s2, lane);
-          if (is_pair) y1 = dot_q6(w, a);
+          auto give_back = [&]() {
+            taker.give_back(s0, lane);
+            if (is_pair) taker.give_back(s1, lane);
+            taker.give_back(s2, lane);
+          };
+#if HAS_Q5
+          if (type == Q5_K) {
+            Q5 w;
+            load_q5(w, a0, c + Q5_BYTES * u0.at, u0.lanes, lane);
+            y0 = dot_q5(w, a, lane);
+            if (is_pair) load_q5(w, a1, c + Q5_BYTES * (n0 + u1.at), u1.lanes, lane);
+            give_back();
+            if (is_pair) y1 = dot_q5(w, a, lane);
+          } else
+#endif
+          {
+            Q6 w;
+            const u32 d = c + QH_BYTES * (n0 + (is_pair ? width.all * deal.rows_of(it + 1) : 0));
+            load_q6(w, a0, c + QH_BYTES * u0.at, d + D_BYTES * u0.at, u0.lanes, lane);
+            y0 = dot_q6(w, a);
+            if (is_pair)
+              load_q6(w, a1, c + QH_BYTES * (n0 + u1.at), d + D_BYTES * (n0 + u1.at), u1.lanes, lane);
+            give_back();
+            if (is_pair) y1 = dot_q6(w, a);
+          }
         }
         // Other lanes have read what is no weight of theirs.
         acc0 += WHOLE || lane < u0.lanes ? y0 : 0;

@@ -5,6 +5,8 @@
 // Q4_K, 72 bytes a lane: 4 chunks of 16 bytes for each lane (the lane's 64 bytes of qs, in file
 // order), then a file header of 16 bytes for every two. Q6_K: part A, 72 bytes = 4 chunks of ql and
 // 8 bytes of scales; part C, 33 bytes = 2 chunks of qh, and elsewhere a half d for every two lanes.
+// Q5_K: part A as Q4_K, part C 16 bytes: byte i has bits of weights i (low nibble, a bit a group of
+// 32) and i + 16 of its groups.
 // Packed by kernels/fused/fused_decode_step_stream.py.
 #pragma once
 
@@ -41,12 +43,17 @@ DEV void load_q4(Q4& w, u32 unit, int lanes, int lane) {
   for (int i = 0; i < 4; ++i) w.q[i] = load_shared(unit + i * 16 * lanes + lane * 16);
   w.header = load_shared(unit + 64 * lanes + (lane >> 1) * 16);
 }
-DEV float dot_q4(const Q4& w, const Act& a, int lane) {
-  // Six-bit scales and minima of the lane's four groups: the block's first half for even lanes.
+// Six-bit scales and minima of the lane's four groups: the block's first half for even lanes.
+struct SixBits { u32 scales, minima; };
+DEV SixBits six_bits(const uint4& header, int lane) {
   const u32 shift = 2 * (lane & 1), low = lane & 1 ? 0x30303030u : 0x3f3f3f3fu;
   const u32 high = lane & 1 ? 0x0f0f0f0fu : 0u;
-  const u32 sc = ((w.header.y >> shift) & low) | (w.header.w & high);
-  const u32 mn = ((w.header.z >> shift) & low) | ((w.header.w >> 4) & high);
+  return {((header.y >> shift) & low) | (header.w & high),
+          ((header.z >> shift) & low) | ((header.w >> 4) & high)};
+}
+DEV float dot_q4(const Q4& w, const Act& a, int lane) {
+  const SixBits six = six_bits(w.header, lane);
+  const u32 sc = six.scales, mn = six.minima;
   float acc = 0, min = 0;
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
@@ -67,6 +74,43 @@ DEV float dot_q4(const Q4& w, const Act& a, int lane) {
   const float d = half_to_float((u16)w.header.x), dmin = half_to_float((u16)(w.header.x >> 16));
   return d * acc - dmin * min;
 }
+
+#if HAS_Q5
+struct Q5 { Q4 low; uint4 high; };
+DEV void load_q5(Q5& w, u32 a_part, u32 qh, int lanes, int lane) {
+  load_q4(w.low, a_part, lanes, lane);
+  w.high = load_shared(qh + 16 * lane);
+}
+// The fifth bits of group `group` of a lane, of weights 16 half and on, as bits 4 of four bytes.
+DEV u32 fifth_bits(u32 high, int group, int half) {
+  const int shift = group + 4 * half - 4;
+  return (shift < 0 ? high << -shift : high >> shift) & 0x10101010;
+}
+DEV float dot_q5(const Q5& w, const Act& a, int lane) {
+  const SixBits six = six_bits(w.low.header, lane);
+  const u32 h[4] = {w.high.x, w.high.y, w.high.z, w.high.w};
+  float acc = 0, min = 0;
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    int sum = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 q = w.low.q[2 * (group >> 1) + half], x = a.codes[2 * group + half];
+      const u32 codes[4] = {q.x, q.y, q.z, q.w}, xs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const u32 nibbles = (group & 1 ? codes[j] >> 4 : codes[j]) & 0x0f0f0f0f;
+        sum = dp4a_us(nibbles | fifth_bits(h[j], group, half), xs[j], sum);
+      }
+    }
+    const float scale = group & 1 ? 16 * a.scale[group] : a.scale[group];
+    acc += (float)(sum * (int)((six.scales >> (8 * group)) & 0xff)) * scale;
+    min += (float)((six.minima >> (8 * group)) & 0xff) * a.sum[group];
+  }
+  return half_to_float((u16)w.low.header.x) * acc -
+         half_to_float((u16)(w.low.header.x >> 16)) * min;
+}
+#endif
 
 struct Q6 { uint4 low[4], high[2]; u32 scales[2], d; };
 DEV void load_q6(Q6& w, u32 a_part, u32 qh, u32 d, int lanes, int lane) {

@@ -75,6 +75,7 @@
 #define GATEUP_TILE 1
 #define GROUP_WARPS 4
 #define HAS_BIAS 0
+#define HAS_Q5 0
 #define HAS_QK_NORM 1
 #define HEAD 128
 #define HEADS 4
