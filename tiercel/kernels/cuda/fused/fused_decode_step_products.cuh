@@ -117,6 +117,10 @@ struct Taker {
     if (++next == RING) next = 0, parity ^= 1;
     return slot;
   }
+  // Whether the warp's next slot is there.
+  DEV bool can_take() const {
+    return !__any_sync(~0u, !has_passed(ring.full + 8 * next, parity));
+  }
   DEV void give_back(int slot, int lane) {
     __syncwarp();
     if (lane == 0) mbar_arrive(ring.empty + 8 * slot);
@@ -186,6 +190,8 @@ DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int
             (layer + (kind == DOWN)) & 3, lane);
   }
 }
+// Units that a warp loads while it waits for their inputs: as many as registers hold.
+constexpr int EARLY = WHOLE ? 2 : 1;
 // This CTA's rows of a matrix, two units at a time. Rows of q, k, v are sent as they are done, if
 // no warps share them; each 32 others make a record when the last warp has its own. A slice of down
 // begins when its inputs are there: the first ones are, while slow CTAs still compute the last of
@@ -212,6 +218,20 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
     const Width width = make_width(p, time, group, own);
     const int from = first_block(p, time * p.across), until = first_block(p, (time + 1) * p.across);
     const Input in = input_of(smem, kind, time);
+    // The first units wait for their inputs in registers, so that their slots can be filled again.
+    Q4 early0 = {}, early1 = {};
+    const Deal head = make_deal(p, kind, 0, group);
+    const int most_early = type_of(types, kind, 0) == Q4_K ? head.count : 0;
+    auto load_early = [&](Q4& to, int it) {
+      if (it >= most_early || !taker.can_take()) return false;
+      const Unit u = make_unit(p, width, head.left(it), tile);
+      const int slot = taker.take();
+      load_q4(to, data + slot * SLOT + BLOCK_BYTES * u.at, u.lanes, lane);
+      taker.give_back(slot, lane);
+      return true;
+    };
+    const bool is_early0 = EARLY > 0 && load_early(early0, 0);
+    const bool is_early1 = EARLY > 1 && is_early0 && load_early(early1, 1);
     receive(ahead, g.exchange, records + 24 * from, 24 * (until - from), tag, in, smem);
     if (!WHOLE && kind == GATEUP) ahead.w = tag ^ 1;  // a group may have no rows
     bar_sync(2, CONSUMERS);
@@ -223,6 +243,8 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
     const int row = WHOLE ? 0 : lane / row_lanes, column = WHOLE ? lane : lane - row * row_lanes;
     const Act a = load_act(in.act, in.pitch, in.scales, in.sums,
                            BLOCK_LANES * (width.first - from) + column);
+    const float early_sum0 = is_early0 ? dot_q4(early0, a, lane) : 0;
+    const float early_sum1 = is_early1 ? dot_q4(early1, a, lane) : 0;
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       const Deal deal = make_deal(p, kind, part, group);
@@ -247,11 +269,18 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
         float y0, y1 = 0;
         if (type == Q4_K) {
           Q4 w;
-          const int s0 = taker.take();
-          load_q4(w, data + s0 * SLOT + BLOCK_BYTES * u0.at, u0.lanes, lane);
-          taker.give_back(s0, lane);
-          y0 = dot_q4(w, a, lane);
-          if (is_pair) {
+          const bool is_head = part == 0 && it == 0;
+          if (is_early0 && is_head) {
+            y0 = early_sum0;
+          } else {
+            const int s0 = taker.take();
+            load_q4(w, data + s0 * SLOT + BLOCK_BYTES * u0.at, u0.lanes, lane);
+            taker.give_back(s0, lane);
+            y0 = dot_q4(w, a, lane);
+          }
+          if (is_early1 && is_head) {
+            y1 = early_sum1;
+          } else if (is_pair) {
             const int s1 = taker.take();
             load_q4(w, data + s1 * SLOT + BLOCK_BYTES * u1.at, u1.lanes, lane);
             taker.give_back(s1, lane);

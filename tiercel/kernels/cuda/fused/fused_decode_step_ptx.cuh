@@ -60,6 +60,14 @@ DEV void slot_wait(u32 bar, u32 parity) {
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
 }
+// Whether a wait would not wait.
+DEV bool has_passed(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
 template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
   if (TRANSPOSED)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
