@@ -67,24 +67,25 @@ class Inputs:
 
 
 def make_model(name: str, device: torch.device) -> Model:
-    """Random weights of the real shapes and types."""
+    """Random weights of the real shapes; layers of the same types have the same ones."""
     shape = decoder_shape(name)
     layers, hidden = shape.num_layers, shape.hidden_size
     masks = [V_AND_DOWN * has_more_bits(i, layers) for i in range(layers)]
     builder = FusedDecodeStepBuilder(make_geometry(shape, masks), device)
     rows = {"q": shape.q_size, "k": shape.kv_size, "v": shape.kv_size, "o": hidden, "down": hidden}
     columns = {"o": shape.q_size, "down": shape.intermediate_size}
-    parts: list[dict[str, list[QuantTensor]]] = []
-    for layer, mask in enumerate(masks):
-        matrices = {}
+    kinds: dict[int, dict[str, list[QuantTensor]]] = {}
+    for mask in sorted(set(masks)):
+        kinds[mask] = {}
         for i, matrix in enumerate(MATRICES):
             qtype = QuantType.Q6_K if mask >> i & 1 else QuantType.Q4_K
             size = (rows.get(matrix, shape.intermediate_size), columns.get(matrix, hidden))
             count = 2 if matrix == "gate_up" else 1
-            seed = 100 * layer + 10 * i
-            matrices[matrix] = [random_part(qtype, size, seed + part) for part in range(count)]
+            seeds = range(mask + 100 * i, mask + 100 * i + count)
+            kinds[mask][matrix] = [random_part(qtype, size, seed) for seed in seeds]
+    parts = [kinds[mask] for mask in masks]
+    for layer, matrices in enumerate(parts):
         builder.add(layer, matrices)
-        parts.append(matrices)
     ones = torch.ones(hidden, device=device)
     angles = torch.rand(1, shape.head_dim // 2, device=device)
     rope = torch.stack((angles.cos(), angles.sin()), dim=1)

@@ -191,7 +191,7 @@ DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int
   }
 }
 // Units that a warp loads while it waits for their inputs: as many as registers hold.
-constexpr int EARLY = WHOLE ? 2 : 1;
+constexpr int EARLY = WHOLE ? 2 : QKV_TILE > 1 && RECEIVED > 1 ? 0 : 1;
 // This CTA's rows of a matrix, two units at a time. Rows of q, k, v are sent as they are done, if
 // no warps share them; each 32 others make a record when the last warp has its own. A slice of down
 // begins when its inputs are there: the first ones are, while slow CTAs still compute the last of
