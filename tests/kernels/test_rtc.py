@@ -38,6 +38,7 @@ from tiercel.kernels.packed.packed_gemm import (
     gemm_source,
     image_source,
     make_config,
+    most_groups,
     select_packed_gemm,
 )
 from tiercel.kernels.packed.packed_matvec import cuda_source as cuda_source_packed
@@ -255,7 +256,7 @@ def gemm_cases():
     """What the matrices of an 8B model take, and the largest CTA of each number of tokens."""
     for name in ("Q4_K", "Q6_K"):
         for tokens in TOKEN_CLASSES:
-            yield make_config(name, tokens, 3, 1), name
+            yield make_config(name, tokens, most_groups(name, tokens), 1), name
             for shape in ((6144, 4096), (4096, 12288), (24576, 4096), (1024, 4096)):
                 yield select_packed_gemm(name, shape, tokens), name
 

@@ -20,6 +20,9 @@ from tiercel.reference import packed_gemm as oracle
 TOLERANCE = 6e-4
 # (rows, columns): less than a tile, a row more than one, more rows than a CTA, uneven units.
 SHAPES = [(1, 256), (17, 512), (129, 768), (200, 1280), (1000, 512)]
+# Types with code of their own in every shape, others in two.
+CASES = [(qtype, *shape) for qtype in TYPES[:2] for shape in SHAPES]
+CASES += [(qtype, *shape) for qtype in TYPES[2:] for shape in SHAPES[1:3]]
 
 
 @pytest.fixture
@@ -30,9 +33,8 @@ def hopper(device):
     return device
 
 
-@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_matches_oracle(rows, columns, qtype, hopper):
+@pytest.mark.parametrize(("qtype", "rows", "columns"), CASES, ids=str)
+def test_matches_oracle(qtype, rows, columns, hopper):
     part = make_weight(qtype, rows, columns, hopper)
     weight = prepare_packed(part, Layout.SOA)
     x = make_tokens(300, columns, hopper)
@@ -66,8 +68,9 @@ def test_every_launch_is_right(qtype, hopper):
     x = make_tokens(150, 2304, hopper)
     expected = oracle.packed_gemm(x, part.planes["data"], qtype.name)
     planes = weight.tensor.ordered_planes()
+    launches = [(1, 1), (2, 1), (3, 1), (3, 2), (2, 3), (2, 4), (1, 6), (1, 8)]
     for tokens in kernel.TOKEN_CLASSES:
-        for groups, splits in [(1, 1), (2, 1), (3, 1), (3, 2), (2, 3), (2, 4), (1, 6), (1, 8)]:
+        for groups, splits in launches if qtype in TYPES[:2] else launches[2:4]:
             config = kernel.make_config(qtype.name, tokens, groups, splits)
             image = x.new_full(kernel.image_shape(150, 2304, config), float("nan"))
             results = []
@@ -97,7 +100,7 @@ def test_configs_fit_every_shape(qtype):
                 assert 1 <= config.splits <= columns // 256
                 assert config.stages >= 2
                 smem = config.smem_bytes(qtype.name)
-                assert smem <= 225 << 10
+                assert smem <= 227 << 10
                 # The sums of a CTA take the place of its ring.
                 assert config.tokens * (64 * config.groups + 4) * 4 <= smem
 

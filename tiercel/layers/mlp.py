@@ -6,6 +6,8 @@ from torch import Tensor
 
 from tiercel.layers.linear import Linear
 from tiercel.ops.act_mul import act_mul
+from tiercel.ops.packed_matvec import PackedWeight
+from tiercel.ops.packed_mlp import load_packed_mlp, mlp_refusal, packed_mlp
 
 
 class GatedMLP:
@@ -15,6 +17,30 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
+        self._packed = _packed(gate_up, down)
+        if self._packed is not None:
+            load_packed_mlp(*self._packed, activation)
 
     def __call__(self, x: Tensor) -> Tensor:
+        weight = self.down.weight
+        if self._packed is not None and weight.reader_rows < x.shape[0] <= weight.fused_rows:
+            return packed_mlp(x, *self._packed, self.activation)
         return self.down(act_mul(self.gate_up(x), self.activation))
+
+
+def _packed(gate_up: Linear, down: Linear) -> tuple[PackedWeight, PackedWeight] | None:
+    """Both matrices, if one op multiplies by both."""
+    parts = [*gate_up.weight.segments, *down.weight.segments]
+    packed = [part for part in parts if isinstance(part, PackedWeight)]
+    linears = (gate_up, down)
+    is_plain = all(
+        linear.bias is None
+        and linear.group.size == 1
+        and linear.out_dtype is None
+        and not linear.rounds_input
+        and linear.weight.fused_rows
+        for linear in linears
+    )
+    if not is_plain or len(parts) != 2 or len(packed) != 2 or mlp_refusal(*packed):
+        return None
+    return packed[0], packed[1]

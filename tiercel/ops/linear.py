@@ -39,8 +39,7 @@ from tiercel.ops import linear_torch
 from tiercel.ops.block_matvec import block_matvec
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear_torch import Int4Planes
-from tiercel.ops.packed_gemm import TYPES as FUSED_TYPES
-from tiercel.ops.packed_gemm import has_packed_gemm, load_packed_gemm, packed_gemm
+from tiercel.ops.packed_gemm import has_packed_gemm, is_read, load_packed_gemm, packed_gemm
 from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
 from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
 from tiercel.quant import QuantTensor
@@ -286,8 +285,7 @@ def _prepare_packed(
         else:
             segments.append(dequantize(whole, dtype))
     packed = [segment for segment in segments if isinstance(segment, PackedWeight)]
-    can_fuse = layout is Layout.SOA and has_packed_gemm(device)
-    can_fuse = can_fuse and all(segment.tensor.qtype in FUSED_TYPES for segment in packed)
+    can_fuse = has_packed_gemm(device) and all(is_read(segment) for segment in packed)
     can_mmq = all(has_packed_mmq(segment.tensor.qtype, device) for segment in packed)
     limits = select_rows(
         has_copy=dense is not None,

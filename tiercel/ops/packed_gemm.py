@@ -9,11 +9,21 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_gemm as kernel
+from tiercel.kernels.packed.packed_types import UNIT_COLUMNS
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_matvec import PackedWeight, prepare_result
 from tiercel.quant_types import Layout, QuantType
 
-TYPES = (QuantType.Q4_K, QuantType.Q6_K)
+TYPES = (
+    QuantType.Q4_K,
+    QuantType.Q6_K,
+    QuantType.Q5_K,
+    QuantType.Q8_0,
+    QuantType.Q4_0,
+    QuantType.Q4_1,
+    QuantType.IQ4_NL,
+    QuantType.IQ4_XS,
+)
 
 
 @functools.cache
@@ -22,15 +32,17 @@ def has_packed_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == kernel.CAPABILITY
 
 
-def _is_read(weight: PackedWeight) -> bool:
-    return weight.tensor.layout is Layout.SOA and weight.tensor.qtype in TYPES
+def is_read(weight: PackedWeight) -> bool:
+    """Whether this op reads a weight: its type, its layout, rows of whole units."""
+    is_whole = weight.tensor.shape[1] % UNIT_COLUMNS == 0
+    return is_whole and weight.tensor.layout is Layout.SOA and weight.tensor.qtype in TYPES
 
 
 def load_packed_gemm(weight: PackedWeight, out_dtype: torch.dtype) -> None:
     """Load every kernel that `packed_gemm` may launch for a weight on a GPU."""
     tensor = weight.tensor
     device = tensor.ordered_planes()[0].device
-    if _is_read(weight) and has_packed_gemm(device):
+    if is_read(weight) and has_packed_gemm(device):
         shape = (tensor.shape[0], tensor.shape[1])
         kernel.load_packed_gemm(tensor.qtype.name, shape, out_dtype, device)
 
@@ -55,12 +67,13 @@ def packed_gemm(
     """
     rows, in_features = weight.tensor.shape
     is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
-    if not is_input or x.dtype != torch.float16 or not _is_read(weight):
+    if not is_input or x.dtype != torch.float16 or not is_read(weight):
         raise ArgumentError(
             f"packed_gemm: x is {tuple(x.shape)} {x.dtype} but the weight takes rows of "
             f"{in_features} and is {weight.tensor.qtype.name} in layout "
             f"{weight.tensor.layout.name}.",
-            hint=f"Pass contiguous (tokens, {in_features}) float16 and Q4_K or Q6_K in layout SOA.",
+            hint=f"Pass contiguous (tokens, {in_features}) float16 and layout SOA of one of "
+            f"{', '.join(qtype.name for qtype in TYPES)} in rows of {UNIT_COLUMNS}.",
         )
     out = prepare_result("packed_gemm", x, rows, out_dtype, out)
     if not x.is_cuda:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.packed.packed_matvec import BLOCK, OUT_CODES, KernelPlanes
+from tiercel.kernels.packed.packed_types import UNIT_TYPES
 from tiercel.kernels.runtime import rtc
 
 CAPABILITY = (9, 0)
 TOKEN_CLASSES = (32, 64, 96, 128)  # tokens of a tile; more go in several tiles
-_TILE_BYTES = {"Q4_K": 2304, "Q6_K": 3360}  # 16 rows of a unit
 _SMEM_BYTES = 225 << 10  # of 227, less the barriers
-_MOST_STAGES = 6
+_BARRIER_BYTES = 16  # of a stage
+_LEAST_STAGES, _MOST_STAGES = 2, 6
 _IMAGE_THREADS = 256
 # CTAs that surely run together in clusters of so many: a cluster is in one part of the device, and
 # 128 CTAs in fours or eights took two turns (H200, results/q4k_gemm_h200.json).
@@ -41,20 +42,37 @@ class PackedGemmConfig:
         groups: warpgroups of 64 rows in a CTA.
         splits: CTAs of a cluster that share a row's sum; decides its order.
         stages: units in flight.
+        peers: CTAs of a cluster that copy the tokens together.
+        steps: products between two waits of a warpgroup.
     """
 
     tokens: int
     groups: int
     splits: int
     stages: int
+    peers: int = 1
+    steps: int = 4
 
     def smem_bytes(self, type_name: str) -> int:
         """Dynamic shared memory of a CTA."""
-        return self.stages * _stage_bytes(type_name, self.tokens, self.groups)
+        return self.stages * (_stage_bytes(type_name, self.tokens, self.groups) + _BARRIER_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What becomes of the product with the rows of gate and up: act(gate) * up, as an image.
+
+    Attributes:
+        activation: of `ops/act_mul.py`.
+        next_type: of the weights that read the image.
+    """
+
+    activation: str
+    next_type: str
 
 
 def _stage_bytes(type_name: str, tokens: int, groups: int) -> int:
-    used = 512 * tokens + 4 * groups * _TILE_BYTES[type_name]
+    used = 512 * tokens + 4 * groups * UNIT_TYPES[type_name].slot_bytes
     return -(-used // 1024) * 1024
 
 
@@ -62,6 +80,16 @@ def make_config(type_name: str, tokens: int, groups: int, splits: int) -> Packed
     """The launch with as many stages as fit."""
     stages = _SMEM_BYTES // _stage_bytes(type_name, tokens, groups)
     return PackedGemmConfig(tokens, groups, splits, min(stages, _MOST_STAGES))
+
+
+@functools.cache
+def most_groups(type_name: str, tokens: int) -> int:
+    """Warpgroups of a CTA at most: two stages must fit, and registers suffice without spills."""
+    if type_name == "Q6_K" and tokens == TOKEN_CLASSES[-1]:
+        return 2
+    return next(
+        g for g in (3, 2, 1) if make_config(type_name, tokens, g, 1).stages >= _LEAST_STAGES
+    )
 
 
 @functools.cache
@@ -85,21 +113,24 @@ def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> P
         # cost 5 such turns, sums of a cluster 1.5.
         return waves * (-(-units // splits) * groups + 5 + 1.5 * (splits > 1))
 
-    launches = itertools.product((3, 2, 1), (n for n in _AT_ONCE if n <= units))
+    groups = range(most_groups(type_name, tile), 0, -1)
+    launches = itertools.product(groups, (n for n in _AT_ONCE if n <= units))
     return make_config(type_name, tile, *min(launches, key=cost))
 
 
 def _macros(type_name: str, tokens: int) -> tuple[tuple[str, int], ...]:
-    return (("QTYPE", 4 if type_name == "Q4_K" else 6), ("TOKENS", tokens))
+    return (("QTYPE", UNIT_TYPES[type_name].code), ("TOKENS", tokens))
 
 
+@functools.cache
 def image_source(type_name: str, tokens: int) -> rtc.KernelSource:
     """The kernel that lays out the tokens."""
     return rtc.KernelSource("packed_image", _macros(type_name, tokens))
 
 
+@functools.cache
 def gemm_source(
-    type_name: str, out_dtype: torch.dtype, config: PackedGemmConfig
+    type_name: str, out_dtype: torch.dtype, config: PackedGemmConfig, gate: Gate | None = None
 ) -> rtc.KernelSource:
     """The kernel that multiplies, as built for one kind of call."""
     macros = (
@@ -107,19 +138,16 @@ def gemm_source(
         ("WGS", config.groups),
         ("STAGES", config.stages),
         ("SPLITS", config.splits),
+        ("PEERS", config.peers),
+        ("STEPS", config.steps),
+        ("DEPTH", 2),
         ("OUT", OUT_CODES[out_dtype]),
+        ("GATED", int(gate is not None)),
+        ("IS_GELU", int(gate is not None and gate.activation == "gelu_tanh")),
+        ("NEXT", 0 if gate is None else UNIT_TYPES[gate.next_type].code),
         ("IS_BF16", 0),
     )
     return rtc.KernelSource("packed_gemm", macros)
-
-
-@functools.cache
-def _kernels(
-    type_name: str, out_dtype: torch.dtype, config: PackedGemmConfig, device: torch.device
-) -> tuple[rtc.Kernel, rtc.Kernel]:
-    image = rtc.load_kernel(image_source(type_name, config.tokens), device)
-    source = gemm_source(type_name, out_dtype, config)
-    return image, rtc.load_kernel(source, device, config.smem_bytes(type_name))
 
 
 def load_packed_gemm(
@@ -129,13 +157,70 @@ def load_packed_gemm(
     configs = [select_packed_gemm(type_name, shape, tokens) for tokens in TOKEN_CLASSES]
     sources = [gemm_source(type_name, out_dtype, config) for config in configs]
     rtc.fill_cache(sources, rtc.device_arch(device))
-    for config in configs:
-        _kernels(type_name, out_dtype, config, device)
+    for source, config in zip(sources, configs, strict=True):
+        rtc.load_kernel(image_source(type_name, config.tokens), device)
+        rtc.load_kernel(source, device, config.smem_bytes(type_name))
 
 
 def image_shape(tokens: int, in_features: int, config: PackedGemmConfig) -> tuple[int, int]:
     """Of the image of so many tokens, float16: tiles by places."""
     return -(-tokens // config.tokens), config.tokens * in_features
+
+
+def launch_packed_image(
+    x: Tensor, type_name: str, image: Tensor, config: PackedGemmConfig, *, is_dependent: bool
+) -> None:
+    """Enqueue the first kernel; arguments as of `launch_packed_gemm`."""
+    tokens, in_features = x.shape
+    units = in_features // BLOCK
+    kernel = rtc.load_kernel(image_source(type_name, config.tokens), x.device)
+    arguments = [rtc.pointer(x), rtc.pointer(image), ctypes.c_int(tokens), ctypes.c_int(units)]
+    grid = -(-image.shape[0] * config.tokens * units * 16 // _IMAGE_THREADS)
+    rtc.launch(kernel, grid, _IMAGE_THREADS, arguments, is_dependent=is_dependent)
+
+
+def launch_packed_product(
+    planes: Sequence[Tensor],
+    type_name: str,
+    image: Tensor,
+    out: Tensor,
+    shape: tuple[int, int, int],
+    config: PackedGemmConfig,
+    gate: Gate | None = None,
+    *,
+    is_dependent: bool,
+) -> None:
+    """Enqueue the second kernel.
+
+    Args:
+        planes: as of `launch_packed_gemm`, and so the next ones.
+        type_name: of W.
+        image: that the first kernel wrote.
+        out: with a gate the image of its results, of `image_shape`, float16.
+        shape: tokens, rows and columns of the product.
+        config: from `select_packed_gemm`.
+        gate: None for the product itself.
+        is_dependent: see `rtc.launch`.
+    """
+    tokens, rows, columns = shape
+    source = gemm_source(type_name, out.dtype, config, gate)
+    kernel = rtc.load_kernel(source, image.device, config.smem_bytes(type_name))
+    stride = 0 if gate else out.stride(0)
+    arguments = [
+        KernelPlanes.of(planes),
+        rtc.pointer(image),
+        rtc.pointer(out),
+        *map(ctypes.c_int, (rows, columns // BLOCK, tokens, stride)),
+    ]
+    rtc.launch(
+        kernel,
+        -(-rows // (64 * config.groups * config.peers)),
+        128 * config.groups + 32,
+        arguments,
+        grid_y=config.splits * config.peers,
+        grid_z=image.shape[0],
+        is_dependent=is_dependent,
+    )
 
 
 def launch_packed_gemm(
@@ -159,26 +244,6 @@ def launch_packed_gemm(
         config: from `select_packed_gemm`.
         is_dependent: see `rtc.launch`.
     """
-    tokens, in_features = x.shape
-    rows, units, tiles = out.shape[1], in_features // BLOCK, image.shape[0]
-    prepare, multiply = _kernels(type_name, out.dtype, config, x.device)
-    threads = tiles * config.tokens * units * 16
-    numbers = (ctypes.c_int(tokens), ctypes.c_int(units))
-    arguments = [rtc.pointer(x), rtc.pointer(image), *numbers]
-    grid = -(-threads // _IMAGE_THREADS)
-    rtc.launch(prepare, grid, _IMAGE_THREADS, arguments, is_dependent=is_dependent)
-    arguments = [
-        KernelPlanes.of(planes),
-        rtc.pointer(image),
-        rtc.pointer(out),
-        *map(ctypes.c_int, (rows, units, tokens, out.stride(0))),
-    ]
-    rtc.launch(
-        multiply,
-        -(-rows // (64 * config.groups)),
-        128 * config.groups + 32,
-        arguments,
-        grid_y=config.splits,
-        grid_z=tiles,
-        is_dependent=is_dependent,
-    )
+    launch_packed_image(x, type_name, image, config, is_dependent=is_dependent)
+    shape = (x.shape[0], out.shape[1], x.shape[1])
+    launch_packed_product(planes, type_name, image, out, shape, config, is_dependent=is_dependent)

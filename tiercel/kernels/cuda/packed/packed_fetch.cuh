@@ -12,10 +12,6 @@
 #include "packed/packed_fields.cuh"
 #include "packed/packed_ptx.cuh"
 
-// Where plane p starts in a slot.
-DEV constexpr int plane_at(int p) {
-  return p == 0 ? 0 : plane_at(p - 1) + UNIT_GROUPS * group_bytes(p - 1);
-}
 static_assert(SLOT == plane_at(NUM_FIELDS), "SLOT");
 constexpr bool IS_HALF = TAIL > 0 && TAIL <= 4;  // a row's last unit has one group
 

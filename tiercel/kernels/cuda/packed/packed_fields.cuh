@@ -50,3 +50,7 @@ DEV constexpr int group_bytes(int p) { return 16 * GROUP * FIELDS[p].size; }
 DEV constexpr int width_of(const Field& f) {  // bytes that stay together
   return GROUP * f.size / (f.outer * f.pieces * f.inner);
 }
+// Where plane p starts in a unit in shared memory.
+DEV constexpr int plane_at(int p) {
+  return p == 0 ? 0 : plane_at(p - 1) + UNIT_GROUPS * group_bytes(p - 1);
+}

@@ -1,33 +1,73 @@
 // packed_gemm: y = x W^T for some dozens of tokens and a K-quantised W. Weights are decoded to fp16
 // in registers and multiplied by wgmma, 64 rows x TOKENS x 16 columns each. Layouts: at the
-// parameters. Macros: QTYPE (4: Q4_K, 6: Q6_K), TOKENS (32, 64, 96 or 128), WGS (warpgroups of 64
-// rows in a CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a row's sum), OUT
-// (0 fp16, 1 bf16, 2 float32).
+// parameters. Macros: QTYPE (UnitType.code of packed_types.py), TOKENS (32, 64, 96 or 128), WGS
+// (warpgroups of 64 rows in a CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a
+// row's sum), PEERS (CTAs of a cluster that copy tokens together), STEPS (products between two waits),
+// DEPTH (such batches of operands), OUT (0 fp16, 1 bf16, 2 float32), GATED (rows are of gate and of up,
+// results act(gate) * up), IS_GELU, NEXT (QTYPE of the weights that read these).
 //
 // A producer warp copies, for each unit of 256 columns, the planes of its rows' tiles (quant.py)
 // and the image of the tokens (packed_image.cu) into a ring. Warp w of the consumers owns tile w:
 // the fragment of quant.py for m16n8k16 is also that of a warp in wgmma. A weight is
 //   16 w = (16 d * scale) * q - 16 dmin * min   (Q4_K),   (16 d * scale) * (q - 32)   (Q6_K)
 // with the factors rounded to fp16 and one rounding after: 16 keeps the factors of real files out
-// of the subnormals, and |w| < 4094. Decoding of four steps overlaps the products of the four
-// before.
+// of the subnormals, and |w| < 4094. A batch is decoded while the products of the one before run.
 //
 // The order of a row's sum depends on SPLITS, so on the launch: rows are not invariant here, but a
 // launch gives the same bits every time. The CTAs of a cluster add up through shared memory.
 #include "include/hopper.cuh"
+#include "packed/packed_gemm_masks.cuh"
 #include "packed/packed_gemm_ptx.cuh"
-
-#if QTYPE == 4
-#define TILE_BYTES 2304
+#if QTYPE == 4 || QTYPE == 6
+#include "packed/packed_gemm_units.cuh"
 #else
-#define TILE_BYTES 3360
+#include "packed/packed_gemm_units32.cuh"
 #endif
+#include "packed/packed_places.cuh"
+
 #define ROWS (64 * WGS)
 #define X_BYTES (TOKENS * 512)
 #define W_BYTES (4 * WGS * TILE_BYTES)
 #define STAGE_BYTES ((X_BYTES + W_BYTES + 1023) / 1024 * 1024)
+#define HALF (ROWS / 2)
 #define SUM_STRIDE (ROWS + 4)  // floats from token to token: no bank conflicts
+constexpr int BATCHES = 16 / STEPS;
+static_assert(TOKENS * SUM_STRIDE * 4 <= STAGES * STAGE_BYTES, "sums take the place of the ring");
+static_assert(BATCHES % DEPTH == 0, "a batch's registers are known");
 
+struct Sums {  // of a cluster, in shared memory of its CTAs
+  u32 ring;
+  int peer;
+  DEV float at(int n, int r) const {
+    float y = 0;
+#pragma unroll
+    for (int s = 0; s < SPLITS; ++s)
+      y += load_of(ring + 4 * (n * SUM_STRIDE + r), s * PEERS + peer);
+    return y * 0.0625f;
+  }
+};
+#if GATED
+DEV float gated(float gate, float up) {
+#if IS_GELU
+  return gate / (1 + __expf(-1.5957691216057308f * (gate + 0.044715f * gate * gate * gate))) * up;
+#else
+  return gate / (1 + __expf(-gate)) * up;
+#endif
+}
+// act(gate) * up of four columns of a token, to the image for the next product (packed_image.cu).
+DEV void store_gated(void* image, const Sums& sums, int n, int r, int column, int units) {
+  u16 h[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
+    h[e] = float_to_half(gated(sums.at(n, r + e), sums.at(n, HALF + r + e)));
+  const Place to = place_of<NEXT>(column & 255);
+  const i64 row = (((i64)blockIdx.z * units + (column >> 8)) * 4 + (to.step >> 2)) * TOKENS + n;
+  u32* chunks = (u32*)image + row * 32 + to.lane;  // 8 chunks of 16 bytes
+  const int chunk = 2 * (to.step & 3);
+  chunks[4 * (chunk ^ (n & 7))] = h[0] | (u32)h[2] << 16;
+  chunks[4 * ((chunk + 1) ^ (n & 7))] = h[1] | (u32)h[3] << 16;
+}
+#endif
 DEV void store(void* out, i64 at, float y) {
 #if OUT == 0
   ((u16*)out)[at] = float_to_half(y);
@@ -38,121 +78,34 @@ DEV void store(void* out, i64 at, float y) {
 #endif
 }
 
-// ---- decoding: steps 4 q .. 4 q + 3 of a unit to fragments, a[4 i .. 4 i + 3] of step i
-#define SIXTEEN 0x4c004c00u  // 16, twice
-#if QTYPE == 4
-struct Row {  // factors of a row's two groups: value = q * scale + least
-  u32 low, high, low_least, high_least;
-  DEV Row(const uint4& header, int t) {
-    // Six-bit fields of the four groups of the block's half; see ops/dequantize_torch.py.
-    const bool second = t >= 2;
-    const u32 shift = second ? 2 : 0, mask = second ? 0x30303030u : 0x3f3f3f3fu;
-    const u32 rest = second ? 0x0f0f0f0fu : 0u;
-    const u32 sc = ((header.y >> shift) & mask) | (header.w & rest);
-    const u32 mn = ((header.z >> shift) & mask) | ((header.w >> 4) & rest);
-    const u32 d = mul2(__byte_perm(header.x, 0, 0x1010), SIXTEEN);
-    const u32 dmin = mul2(__byte_perm(header.x, 0, 0x3232), SIXTEEN ^ 0x80008000u);
-    const u32 k = 2 * (t & 1), one = 0xe400e400u;  // - 1024
-    low = mul2(add2(byte_pair(sc, k), one), d);
-    high = mul2(fma2(byte_pair(sc, k + 1), 0x2c002c00u, 0xd400d400u), d);  // / 16
-    low_least = mul2(add2(byte_pair(mn, k), one), dmin);
-    high_least = mul2(add2(byte_pair(mn, k + 1), one), dmin);
-  }
-};
-DEV u32 low_weights(u32 bytes, const Row& row) {
-  return fma2(add2((bytes & 0x000f000fu) | 0x64006400u, 0xe400e400u), row.low, row.low_least);
-}
-DEV u32 high_weights(u32 bytes, const Row& row) {
-  return fma2(add2((bytes & 0x00f000f0u) | 0x64006400u, 0xe400e400u), row.high, row.high_least);
-}
-struct Unit {
-  Row r0, r1;
-  uint4 w0[2], w1[2];
-  DEV Unit(u32 slot, int lane)
-      : r0(lds16(slot + 2048 + 16 * (lane >> 2)), lane & 3),
-        r1(lds16(slot + 2176 + 16 * (lane >> 2)), lane & 3) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      w0[j] = lds16(slot + 512 * j + 16 * lane), w1[j] = lds16(slot + 1024 + 512 * j + 16 * lane);
-    }
-  }
-  DEV void decode(u32 (&a)[16], int q) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const u32 x0 = word(w0[q >> 1], 2 * (q & 1) + i), x1 = word(w1[q >> 1], 2 * (q & 1) + i);
-      a[8 * i] = low_weights(x0, r0), a[8 * i + 1] = low_weights(x1, r1);
-      a[8 * i + 2] = low_weights(x0 >> 8, r0), a[8 * i + 3] = low_weights(x1 >> 8, r1);
-      a[8 * i + 4] = high_weights(x0, r0), a[8 * i + 5] = high_weights(x1, r1);
-      a[8 * i + 6] = high_weights(x0 >> 8, r0), a[8 * i + 7] = high_weights(x1 >> 8, r1);
-    }
-  }
-};
-#else
-struct Row {  // factors of a row's four groups: value = (q - 32) * scale, / 16 for high nibbles
-  u32 scale[4];
-  DEV Row(u32 slot, int row, int t) {
-    const uint2 half = lds8(slot + 3072 + 16 * row + 8 * (t >> 1));
-    const u32 bits = lds2(slot + 3328 + 2 * row);
-    const u32 d = mul2(bits | bits << 16, SIXTEEN);
-    const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420) ^ 0x80808080u;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 v = byte_pair(bytes, i);  // 1152 + scale
-      scale[i] = mul2(i < 2 ? add2(v, 0xe480e480u) : fma2(v, 0x2c002c00u, 0xd480d480u), d);
-    }
-  }
-};
-// Weights i of four bytes, even or odd ones.
-DEV u32 weights(u32 ql, u32 qh, int i, int odd, const Row& row) {
-  const u32 low = odd ? ql >> 8 : ql;
-  const int shift = 4 - 2 * (i & 1) - 8 * odd;  // 2 bits to place 4 (low nibbles) or 8 (high)
-  const u32 high = shift > 0 ? qh << shift : qh >> -shift;
-  const u32 q = i < 2 ? (low & 0x000f000fu) | (high & 0x00300030u)
-                      : (low & 0x00f000f0u) | (high & 0x03000300u);
-  // 1024 + q or 1024 + 16 q: less 1056, or 1536.
-  return mul2(add2(q | 0x64006400u, i < 2 ? 0xe420e420u : 0xe600e600u), row.scale[i]);
-}
-struct Unit {
-  Row r0, r1;
-  uint4 l0, m0, h0, l1, m1, h1;
-  DEV Unit(u32 slot, int lane)
-      : r0(slot, lane >> 2, lane & 3), r1(slot, (lane >> 2) + 8, lane & 3),
-        l0(lds16(slot + 16 * lane)), m0(lds16(slot + 512 + 16 * lane)),
-        h0(lds16(slot + 2048 + 16 * lane)), l1(lds16(slot + 1024 + 16 * lane)),
-        m1(lds16(slot + 1536 + 16 * lane)), h1(lds16(slot + 2560 + 16 * lane)) {}
-  DEV void decode(u32 (&a)[16], int q) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 x0 = word(i & 1 ? m0 : l0, q), x1 = word(i & 1 ? m1 : l1, q);
-      const u32 y0 = word(h0, q), y1 = word(h1, q);
-      a[4 * i] = weights(x0, y0, i, 0, r0), a[4 * i + 1] = weights(x1, y1, i, 0, r1);
-      a[4 * i + 2] = weights(x0, y0, i, 1, r0), a[4 * i + 3] = weights(x1, y1, i, 1, r1);
-    }
-  }
-};
-#endif
-
 // ---- the two roles
 struct Work {  // of a CTA
   int first_tile, tiles, first, count, blocks;  // units first .. first + count of a row's blocks
 };
 DEV void fetch_weights(const Planes& w, const Work& work, int i, u32 slot, u32 barrier, int lane) {
   if (lane >= 4 * WGS) return;
-  const i64 tile = min(work.first_tile + lane, work.tiles - 1);
-  const i64 unit = tile * work.blocks + work.first + i;
-  const u32 to = slot + X_BYTES + lane * TILE_BYTES;
-  copy_bulk(to, w.p0 + unit * 2048, 2048, barrier);
-#if QTYPE == 4
-  copy_bulk(to + 2048, w.p1 + unit * 256, 256, barrier);
+#if GATED  // half of the tiles are of gate, half of up
+  const int second = lane >= 2 * WGS, half = work.tiles / 2;
+  const i64 tile = second * half + min(work.first_tile + lane - second * 2 * WGS, half - 1);
 #else
-  copy_bulk(to + 2048, w.p1 + unit * 1024, 1024, barrier);
-  copy_bulk(to + 3072, w.p2 + unit * 256, 256, barrier);
-  copy_bulk(to + 3328, w.p3 + unit * 32, 32, barrier);
+  const i64 tile = min(work.first_tile + lane, work.tiles - 1);
+#endif
+  const i64 unit = tile * work.blocks + work.first + i;
+  fetch_unit(w, unit, slot + X_BYTES + lane * TILE_BYTES, barrier);
+}
+// A slot's tokens: each CTA that shares them brings its part to all.
+DEV void fetch_tokens(const u8* image, u32 slot, u32 barrier, int peer) {
+#if PEERS > 1
+  constexpr int PART = X_BYTES / PEERS;
+  const u32 mask = ((1u << PEERS) - 1) << (cluster_rank() / PEERS * PEERS);
+  copy_bulk_to_all(slot + peer * PART, image + peer * PART, PART, barrier, mask);
+#else
+  copy_bulk(slot, image, X_BYTES, barrier);
 #endif
 }
 DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u32 full, int lane) {
   const u32 empty = full + 8 * STAGES;
-  const int early = min(STAGES, work.count);
+  const int early = min(STAGES, work.count), peer = blockIdx.y % PEERS;
   image += ((i64)blockIdx.z * work.blocks + work.first) * X_BYTES;
   for (int i = 0; i < early; ++i) {
     if (lane == 0) mbar_expect(full + 8 * i, W_BYTES + X_BYTES);
@@ -162,76 +115,102 @@ DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u
   wait_for_inputs();
   if (lane == 0)
     for (int i = 0; i < early; ++i)
-      copy_bulk(ring + i * STAGE_BYTES, image + (i64)i * X_BYTES, X_BYTES, full + 8 * i);
+      fetch_tokens(image + (i64)i * X_BYTES, ring + i * STAGE_BYTES, full + 8 * i, peer);
   for (int i = early; i < work.count; ++i) {
     const int slot = i % STAGES;
     mbar_wait(empty + 8 * slot, (i / STAGES - 1) & 1);
     if (lane == 0) {
       mbar_expect(full + 8 * slot, W_BYTES + X_BYTES);
-      copy_bulk(ring + slot * STAGE_BYTES, image + (i64)i * X_BYTES, X_BYTES, full + 8 * slot);
+      fetch_tokens(image + (i64)i * X_BYTES, ring + slot * STAGE_BYTES, full + 8 * slot, peer);
     }
     __syncwarp();
     fetch_weights(w, work, i, ring + slot * STAGE_BYTES, full + 8 * slot, lane);
   }
 }
-// Enqueue the products of four steps; q is their quarter of the unit at `tokens`.
-DEV void multiply(float (&sum)[TOKENS / 2], const u32 (&a)[16], u32 tokens, int q) {
+// Enqueue the products of a batch of a unit.
+DEV void multiply(float (&sum)[TOKENS / 2], const u32* a, u32 tokens, int batch) {
   wg_fence();
 #pragma unroll
-  for (int s = 0; s < 4; ++s) product(sum, a + 4 * s, tokens + (q * TOKENS * 128 + s * 32) / 16);
+  for (int i = 0; i < STEPS; ++i) {
+    const int s = batch * STEPS + i;
+    product(sum, a + 4 * i, tokens + ((s >> 2) * TOKENS * 128 + (s & 3) * 32) / 16);
+  }
   wg_commit();
+}
+DEV void decode(u32* a, Unit& unit, int batch, const Masks& masks) {
+#pragma unroll
+  for (int p = 0; p < STEPS / 2; ++p) unit.decode(a + 8 * p, batch * STEPS / 2 + p, masks);
+}
+DEV void release(u32 barrier, int lane) {  // a slot
+#if PEERS > 1
+  if (lane < PEERS) mbar_arrive_at(barrier, cluster_rank() / PEERS * PEERS + lane);
+#else
+  if (lane == 0) mbar_arrive(barrier);
+#endif
+}
+// All batches of a unit but the last; each decodes the next one. `done` is the barrier of the slot
+// before. A loop of this length is not unrolled for every type.
+template <int B>
+DEV void multiply_unit(float (&sum)[TOKENS / 2], u32 (&a)[DEPTH][4 * STEPS], Unit& unit, u32 tokens,
+                       const Masks& masks, u32 done, int lane) {
+  if constexpr (B < BATCHES - 1) {
+    multiply(sum, a[B % DEPTH], tokens, B);
+    wg_wait<DEPTH - 1>();
+    if (B == DEPTH - 1 && done) release(done, lane);  // that unit is multiplied
+    decode(a[(B + 1) % DEPTH], unit, B + 1, masks);
+    multiply_unit<B + 1>(sum, a, unit, tokens, masks, done, lane);
+  }
 }
 DEV void consume(float (&sum)[TOKENS / 2], int count, u32 ring, u32 full, int warp, int lane) {
   const u32 empty = full + 8 * STAGES, mine = ring + X_BYTES + warp * TILE_BYTES;
-  int slot = 0, phase = 0;
-  u32 a[16], b[16];  // written while the products before read the other
+  const Masks masks;
+  int slot = 0, phase = 0, before = -1;
+  u32 a[DEPTH][4 * STEPS];  // written while the products before read the others
   mbar_wait(full, 0);
   Unit unit(mine, lane);
-  unit.decode(a, 0);
+  decode(a[0], unit, 0, masks);
   for (int i = 0; i < count; ++i) {
     const u32 tokens = uniform(mdesc(ring + slot * STAGE_BYTES, 0));
-    multiply(sum, a, tokens, 0);
-    unit.decode(b, 1);
-    multiply(sum, b, tokens, 1);
-    wg_wait<1>();
-    unit.decode(a, 2);
-    multiply(sum, a, tokens, 2);
-    wg_wait<1>();
-    unit.decode(b, 3);
-    multiply(sum, b, tokens, 3);
     const int next = slot + 1 == STAGES ? 0 : slot + 1;
     phase ^= next == 0;
+    const u32 done = before < 0 ? 0 : empty + 8 * before;
+    multiply_unit<0>(sum, a, unit, tokens, masks, done, lane);
+    before = slot;
+    multiply(sum, a[DEPTH - 1], tokens, BATCHES - 1);
     if (i + 1 < count) {  // the next unit's first steps, before the products end
       mbar_wait(full + 8 * next, phase);
       unit = Unit(mine + next * STAGE_BYTES, lane);
-      wg_wait<1>();
-      unit.decode(a, 0);
     }
-    wg_wait<0>();
-    pin(sum);
-    if (lane == 0) mbar_arrive(empty + 8 * slot);
+    wg_wait<DEPTH - 1>();
+    decode(a[0], unit, 0, masks);
     slot = next;
   }
+  wg_wait<0>();
+  pin(sum);
 }
 
-extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 * WGS + 32, 1)
+extern "C" __global__ void __cluster_dims__(1, PEERS * SPLITS, 1) __launch_bounds__(128 * WGS + 32, 1)
     packed_gemm(Planes planes,    // of W
              const u8* image,  // of the tokens
              void* out,        // (m, >= rows), out_stride elements from row to row
              int rows, int blocks, int m, int out_stride) {
   SHARED_MEMORY(memory);
-  __shared__ __align__(8) u64 barriers[2 * STAGES];
   const int tid = threadIdx.x, lane = tid & 31, warp = uni(tid >> 5);
-  const int rank = blockIdx.y;
-  const u32 ring = smem_u32(memory), full = smem_u32(barriers);
+  const int rank = blockIdx.y / PEERS, block = blockIdx.x * PEERS + blockIdx.y % PEERS;
+  const u32 ring = smem_u32(memory), full = ring + STAGES * STAGE_BYTES;
   launch_next();
   if (tid == 0) {
     for (int i = 0; i < STAGES; ++i)
-      mbar_init(full + 8 * i, 1), mbar_init(full + 8 * (STAGES + i), 4 * WGS);
+      mbar_init(full + 8 * i, 1), mbar_init(full + 8 * (STAGES + i), 4 * WGS * PEERS);
     mbar_fence();
   }
+#if PEERS > 1
+  __syncwarp();
+  cluster_sync();  // others copy to this CTA
+#else
   __syncthreads();
-  const Work work = {(int)blockIdx.x * 4 * WGS, (rows + 15) / 16, blocks * rank / SPLITS,
+#endif
+  const Work work = {block * (GATED ? 2 : 4) * WGS, (rows + 15) / 16, blocks * rank / SPLITS,
                      blocks * (rank + 1) / SPLITS - blocks * rank / SPLITS, blocks};
   const int first_token = blockIdx.z * TOKENS, here = min(m - first_token, TOKENS);
   if (warp == 4 * WGS) {
@@ -247,21 +226,26 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
       sts(ring + 4 * (n * SUM_STRIDE + row + 8 * (i / 2 & 1)), sum[i]);
     }
   }
-#if SPLITS > 1
+#if SPLITS * PEERS > 1
   __syncwarp();
   cluster_sync();
 #else
   __syncthreads();
 #endif
   // Of a cluster, each CTA adds up every SPLITS-th token.
-  for (int i = tid; i < (here - rank + SPLITS - 1) / SPLITS * ROWS; i += 128 * WGS + 32) {
-    const int n = i / ROWS * SPLITS + rank, r = i % ROWS, row = blockIdx.x * ROWS + r;
-    float y = 0;
-#pragma unroll
-    for (int s = 0; s < SPLITS; ++s) y += load_of(ring + 4 * (n * SUM_STRIDE + r), s);
-    if (row < rows) store(out, (i64)(first_token + n) * out_stride + row, y * 0.0625f);
+  const Sums sums = {ring, (int)(blockIdx.y % PEERS)};
+#if GATED
+  for (int i = tid; i < (TOKENS - rank + SPLITS - 1) / SPLITS * (HALF / 4); i += 128 * WGS + 32) {
+    const int n = i / (HALF / 4) * SPLITS + rank, r = 4 * (i % (HALF / 4)), row = block * HALF + r;
+    if (row < rows / 2) store_gated(out, sums, n, r, row, rows / 512);
   }
-#if SPLITS > 1
+#else
+  for (int i = tid; i < (here - rank + SPLITS - 1) / SPLITS * ROWS; i += 128 * WGS + 32) {
+    const int n = i / ROWS * SPLITS + rank, r = i % ROWS, row = block * ROWS + r;
+    if (row < rows) store(out, (i64)(first_token + n) * out_stride + row, sums.at(n, r));
+  }
+#endif
+#if SPLITS * PEERS > 1
   cluster_sync();  // others read this CTA's sums
 #endif
 }

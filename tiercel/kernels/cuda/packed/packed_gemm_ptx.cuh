@@ -45,6 +45,11 @@ DEV uint2 lds8(u32 a) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
   return v;
 }
+DEV u32 lds4(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
+  return v;
+}
 DEV u32 lds2(u32 a) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
@@ -57,6 +62,23 @@ DEV float load_of(u32 a, int rank) {  // a float in the shared memory of a CTA o
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
   return v;
+}
+DEV u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// To the same place in each CTA of the cluster that is in the mask, with its barrier.
+DEV void copy_bulk_to_all(u32 to, const u8* from, int bytes, u32 barrier, u32 mask) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)mask)
+      : "memory");
+}
+DEV void mbar_arrive_at(u32 barrier, int rank) {  // in a CTA of the cluster
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 DEV void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -88,6 +110,15 @@ DEV u16 float_to_bf16(float f) {
   return h;
 }
 DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
+DEV u32 hidden(u32 v) {  // from the compiler: it stays in a register
+  asm("mov.u32 %0, %0;" : "+r"(v));
+  return v;
+}
+DEV u32 merge(u32 v, u32 mask, u32 other) {  // (v & mask) | other
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(v), "r"(mask), "r"(other));
+  return d;
+}
 // Byte k of v in both halves, as the fp16 1024 + byte.
 DEV u32 byte_pair(u32 v, int k) { return __byte_perm(v, 0x64646464u, 0x4040u | k | k << 8); }
 DEV void mbar_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }

@@ -1,13 +1,10 @@
 // packed_gemm, first kernel: activations in the layout that packed_gemm.cu copies to shared memory.
-// Macros: QTYPE (4: Q4_K, 6: Q6_K), TOKENS (of a tile).
+// Macros: QTYPE (UnitType.code of packed_types.py), TOKENS (of a tile).
 //
 // The image of a tile is, for each unit of 256 columns, four matrices of TOKENS rows x 64 columns
-// in the 128-byte swizzle of wgmma: 16-byte piece c of row n is at piece c ^ (n % 8). Columns are
-// permuted so that a lane of the weights' fragments finds its own: step s of 16 columns takes from
-// lane t the columns c0 .. c0 + 3 of the weights (packed_units.cuh says which bytes a lane holds),
-// at the places 2 t, 2 t + 8, 2 t + 1, 2 t + 9:
-//   Q4_K  s = 2 (4 j + k) + high: c0 = 64 t + 32 high + 16 j + 4 k
-//   Q6_K  s = 4 k + i: c0 = 128 (t / 2) + 16 (t % 2) + 32 i + 4 k
+// in the 128-byte swizzle of wgmma: 16-byte piece c of row n is at piece c ^ (n % 8). Columns are in
+// the order of packed_places.cuh.
+#include "packed/packed_places.cuh"
 #include "packed/packed_ptx.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) packed_image(
@@ -24,9 +21,7 @@ extern "C" __global__ void __launch_bounds__(256) packed_image(
   if (token < m) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const int c0 = QTYPE == 4 ? 64 * t + 32 * (s & 1) + 4 * (s >> 1)
-                                : 128 * (t >> 1) + 16 * (t & 1) + 32 * (s & 3) + 4 * (s >> 2);
-      v[t] = x[((i64)token * units + unit) * 64 + c0 / 4];
+      v[t] = x[((i64)token * units + unit) * 64 + column_of<QTYPE>(s, t) / 4];
     }
   }
   u32 even[4], odd[4];

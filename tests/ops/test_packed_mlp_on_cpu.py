@@ -1,0 +1,68 @@
+"""The CUDA sources of packed_mlp, on a processor: its image between two products."""
+
+import pytest
+import torch
+
+from tests.ops.test_packed_mlp import PAIRS, TOLERANCE, expect, make_inputs, make_parts
+from tests.packed_weights import relative_error
+from tiercel.kernels.packed import packed_gemm, packed_mlp
+from tiercel.ops.packed_repack import packed_repack
+from tiercel.quant_types import Layout
+
+CPU = torch.device("cpu")
+SIZES = (512, 768)
+# Groups, CTAs of a sum and of a copy, each at several values; of 40 tokens in tiles of 32 and 64.
+CONFIGS = [
+    (
+        packed_gemm.PackedGemmConfig(tokens=32, groups=1, splits=1, stages=2),
+        packed_gemm.PackedGemmConfig(tokens=32, groups=1, splits=2, stages=2),
+    ),
+    (
+        packed_gemm.PackedGemmConfig(tokens=64, groups=1, splits=2, stages=2, peers=2, steps=2),
+        packed_gemm.PackedGemmConfig(tokens=64, groups=1, splits=3, stages=2),
+    ),
+]
+CASES = [
+    (PAIRS[0], "silu", CONFIGS[0]),
+    (PAIRS[2], "gelu_tanh", CONFIGS[1]),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_together(built_products):
+    """One translation unit: each of its own takes half as long as all of them."""
+    sources = []
+    for types, activation, (first, second) in CASES:
+        names = types[0].name, types[1].name
+        gate = packed_gemm.Gate(activation, names[1])
+        sources += [
+            packed_gemm.image_source(names[0], first.tokens),
+            packed_gemm.gemm_source(names[0], torch.float16, first, gate),
+            packed_gemm.gemm_source(names[1], torch.float16, second),
+        ]
+    built_products.build(sources)
+
+
+@pytest.mark.parametrize(("types", "activation", "configs"), CASES, ids=str)
+def test_matches_oracle(types, activation, configs, products):
+    """In any order of copies and warps, with the same bits."""
+    parts = make_parts(types, SIZES, CPU)
+    planes = [packed_repack(part, Layout.SOA).ordered_planes() for part in parts]
+    matrices = packed_mlp.MlpMatrices((types[0].name, types[1].name), SIZES, *planes)
+    x = make_inputs(40, SIZES[0], CPU)
+    expected = expect(x, parts, activation)
+    results = []
+    for products.seed in range(2):
+        shapes = packed_mlp.image_shapes(len(x), SIZES, configs)
+        images = tuple(torch.full(shape, float("nan"), dtype=torch.float16) for shape in shapes)
+        wide = torch.full((len(x) + 2, SIZES[0] + 3), float("nan"), dtype=torch.float16)
+        out = wide[1:-1, 2:-1]
+        packed_mlp.launch_packed_mlp(
+            x, matrices, activation, images, out, configs, is_dependent=True
+        )
+        results.append(out.clone())
+        assert relative_error(results[-1], expected) < TOLERANCE
+        assert images[1].isfinite().all()  # padding too
+        out.fill_(float("nan"))
+        assert wide.isnan().all()
+    assert torch.equal(*results)

@@ -1,0 +1,123 @@
+"""Wdown (act(Wgate x) * Wup x) for 17 to 96 tokens and K-quantised matrices, in three launches.
+
+Those of packed_gemm: the tokens' image, the product with gate and up, whose CTAs hold equal rows of
+both and write act(gate) * up as the image that the third reads, the product with down.
+
+Floor: the planes of both matrices read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels.packed.packed_gemm import (
+    TOKEN_CLASSES,
+    Gate,
+    PackedGemmConfig,
+    gemm_source,
+    image_shape,
+    image_source,
+    launch_packed_image,
+    launch_packed_product,
+    select_packed_gemm,
+)
+from tiercel.kernels.runtime import rtc
+
+Types = tuple[str, str]
+"""Of gate and up, and of down."""
+Sizes = tuple[int, int]
+"""Columns of x, and of down."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlpMatrices:
+    """The matrices of an MLP on a device.
+
+    Attributes:
+        types: of gate and up, and of down.
+        sizes: columns of gate and up, and of down.
+        gate_up: planes of the rows of gate, then of up, in layout SOA.
+        down: planes of down.
+    """
+
+    types: Types
+    sizes: Sizes
+    gate_up: Sequence[Tensor]
+    down: Sequence[Tensor]
+
+
+def select_packed_mlp(
+    types: Types, sizes: Sizes, tokens: int
+) -> tuple[PackedGemmConfig, PackedGemmConfig]:
+    """Choose both launches, of one tile of tokens. Pure.
+
+    Args:
+        types: of gate and up, and of down.
+        sizes: columns of both.
+        tokens: > 0.
+    """
+    hidden, inner = sizes
+    first = select_packed_gemm(types[0], (2 * inner, hidden), tokens)
+    return first, select_packed_gemm(types[1], (hidden, inner), tokens)
+
+
+def load_packed_mlp(types: Types, sizes: Sizes, activation: str, device: torch.device) -> None:
+    """Load what `select_packed_mlp` may choose for one tile of tokens."""
+    gate = Gate(activation, types[1])
+    kernels = []
+    for tokens in TOKEN_CLASSES:
+        first, second = select_packed_mlp(types, sizes, tokens)
+        kernels += [
+            (image_source(types[0], tokens), 0),
+            (gemm_source(types[0], torch.float16, first, gate), first.smem_bytes(types[0])),
+            (gemm_source(types[1], torch.float16, second), second.smem_bytes(types[1])),
+        ]
+    rtc.fill_cache([source for source, _ in kernels], rtc.device_arch(device))
+    for source, smem_bytes in kernels:
+        rtc.load_kernel(source, device, smem_bytes)
+
+
+def image_shapes(
+    tokens: int, sizes: Sizes, configs: tuple[PackedGemmConfig, PackedGemmConfig]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the images of x and of act(gate) * up, float16."""
+    return image_shape(tokens, sizes[0], configs[0]), image_shape(tokens, sizes[1], configs[1])
+
+
+def launch_packed_mlp(
+    x: Tensor,
+    matrices: MlpMatrices,
+    activation: str,
+    images: tuple[Tensor, Tensor],
+    out: Tensor,
+    configs: tuple[PackedGemmConfig, PackedGemmConfig],
+    *,
+    is_dependent: bool,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    Args:
+        x: (tokens, hidden) float16, contiguous.
+        matrices: on its device.
+        activation: of `ops/act_mul.py`.
+        images: of `image_shapes`, float16, overwritten.
+        out: (tokens, hidden) float16, unit inner stride.
+        configs: from `select_packed_mlp`.
+        is_dependent: see `rtc.launch`.
+    """
+    (first, second), (hidden, inner) = configs, matrices.sizes
+    gate = Gate(activation, matrices.types[1])
+    tokens, name = x.shape[0], matrices.types[0]
+    launch_packed_image(x, name, images[0], first, is_dependent=is_dependent)
+    shape = (tokens, 2 * inner, hidden)
+    launch_packed_product(
+        matrices.gate_up, name, images[0], images[1], shape, first, gate, is_dependent=is_dependent
+    )
+    shape, name = (tokens, hidden, inner), matrices.types[1]
+    launch_packed_product(
+        matrices.down, name, images[1], out, shape, second, is_dependent=is_dependent
+    )
