@@ -59,8 +59,7 @@ class Products:
         text += f"#define KERNELS {', '.join(names)}\n" + (HERE / "run_products.cpp").read_text()
         loaded = compile_library(text, self.folder, f"products_{len(self.built)}", "-O0")
         for number, source in enumerate(sources):
-            macros = dict(source.macros)
-            cluster = macros.get("SPLITS", 1) * macros.get("PEERS", 1)
+            cluster = dict(source.macros).get("SPLITS", 1)
             self.built[source] = Built(loaded, number, cluster, 0)
 
     def load_kernel(

@@ -109,23 +109,8 @@ DEV float load_of(u32 a, int rank) {
   std::memcpy(&v, ctas[rank].smem + a, 4);
   return v;
 }
-// ---- clusters
 DEV u32 hidden(u32 v) { return v; }
 DEV u32 merge(u32 v, u32 mask, u32 other) { return (v & mask) | other; }
-DEV u32 cluster_rank() { return current->cta; }
-DEV void copy_bulk_to_all(u32 to, const u8* from, int bytes, u32 barrier, u32 mask) {
-  if (to % 16 || (u64)from % 16 || bytes % 16) fail("alignment of a bulk copy");
-  for (size_t i = 0; i < ctas.size(); ++i)
-    if (mask >> i & 1) {
-      std::memset(ctas[i].smem + to, 0xEE, bytes);
-      ctas[i].copies.push_back({to, barrier, {from, from + bytes}});
-    }
-}
-DEV void mbar_arrive_at(u32 at, int rank) {
-  MBarrier& b = ctas[rank].mbarriers.at(at);
-  --b.pending;
-  advance(b);
-}
 static NamedBarrier cluster;
 DEV void cluster_sync() {
   const u32 turn = cluster.turn;

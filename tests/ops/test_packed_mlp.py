@@ -81,7 +81,7 @@ def test_wrong_arguments(device):
     for bad in (x.float(), x[:, :128], x[0]):
         with pytest.raises(ArgumentError, match="packed_mlp: x is"):
             packed_mlp(bad, *weights, "silu")
-    with pytest.raises(ArgumentError, match="activation 'relu'"):
+    with pytest.raises(ArgumentError, match="activation 'relu' is unknown"):
         packed_mlp(x, *weights, "relu")
     with pytest.raises(ArgumentError, match="are no MLP"):
         packed_mlp(x, weights[0], weights[0], "silu")

@@ -11,15 +11,15 @@ from tiercel.quant_types import Layout
 
 CPU = torch.device("cpu")
 SIZES = (512, 768)
-# Groups, CTAs of a sum and of a copy, each at several values; of 40 tokens in tiles of 32 and 64.
+# Groups, CTAs of a sum and of a copy, each at several values; in tiles of 32 and 64 tokens.
 CONFIGS = [
     (
-        packed_gemm.PackedGemmConfig(tokens=32, groups=1, splits=1, stages=2),
-        packed_gemm.PackedGemmConfig(tokens=32, groups=1, splits=2, stages=2),
+        packed_gemm.PackedGemmConfig(tokens=32, groups=1, splits=1, stages=2, steps=4),
+        packed_gemm.PackedGemmConfig(tokens=32, groups=1, splits=2, stages=2, steps=4),
     ),
     (
-        packed_gemm.PackedGemmConfig(tokens=64, groups=1, splits=2, stages=2, peers=2, steps=2),
-        packed_gemm.PackedGemmConfig(tokens=64, groups=1, splits=3, stages=2),
+        packed_gemm.PackedGemmConfig(tokens=64, groups=1, splits=2, stages=2, steps=2),
+        packed_gemm.PackedGemmConfig(tokens=64, groups=1, splits=3, stages=2, steps=4),
     ),
 ]
 CASES = [
@@ -34,9 +34,9 @@ def _all_together(built_products):
     sources = []
     for types, activation, (first, second) in CASES:
         names = types[0].name, types[1].name
-        gate = packed_gemm.Gate(activation, names[1])
+        gate = packed_gemm.Gate(activation, packed_gemm.column_order(names[1]))
         sources += [
-            packed_gemm.image_source(names[0], first.tokens),
+            packed_gemm.image_source(packed_gemm.column_order(names[0]), first.tokens),
             packed_gemm.gemm_source(names[0], torch.float16, first, gate),
             packed_gemm.gemm_source(names[1], torch.float16, second),
         ]
@@ -49,16 +49,20 @@ def test_matches_oracle(types, activation, configs, products):
     parts = make_parts(types, SIZES, CPU)
     planes = [packed_repack(part, Layout.SOA).ordered_planes() for part in parts]
     matrices = packed_mlp.MlpMatrices((types[0].name, types[1].name), SIZES, *planes)
-    x = make_inputs(40, SIZES[0], CPU)
+    x = make_inputs(configs[0].tokens - 9, SIZES[0], CPU)
     expected = expect(x, parts, activation)
     results = []
     for products.seed in range(2):
-        shapes = packed_mlp.image_shapes(len(x), SIZES, configs)
-        images = tuple(torch.full(shape, float("nan"), dtype=torch.float16) for shape in shapes)
+        images = [
+            torch.full(packed_gemm.image_shape(len(x), size), float("nan"), dtype=torch.float16)
+            for size in SIZES
+        ]
         wide = torch.full((len(x) + 2, SIZES[0] + 3), float("nan"), dtype=torch.float16)
         out = wide[1:-1, 2:-1]
+        order = packed_gemm.column_order(types[0].name)
+        packed_gemm.launch_packed_image(x, order, images[0], is_dependent=True)
         packed_mlp.launch_packed_mlp(
-            x, matrices, activation, images, out, configs, is_dependent=True
+            images[0], matrices, activation, images[1], out, configs, is_dependent=True
         )
         results.append(out.clone())
         assert relative_error(results[-1], expected) < TOLERANCE

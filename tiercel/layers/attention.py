@@ -21,6 +21,7 @@ from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.layers.linear import Linear
 from tiercel.ops.decode_attention import decode_attention, prepare_decode_attention
+from tiercel.ops.packed_gemm import TokenImage
 from tiercel.ops.prefill_attention import (
     plan_prefill_attention,
     prefill_attention,
@@ -127,7 +128,7 @@ class Attention:
             item_start=items.item_start,
         )
 
-    def __call__(self, x: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
+    def __call__(self, x: Tensor | TokenImage, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
         return self.output(self.rope_and_attend(self.qkv(x), batch, plan))
 

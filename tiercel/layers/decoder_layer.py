@@ -30,6 +30,10 @@ class DecoderLayer:
     mlp: GatedMLP
     group: Group = SINGLE
 
+    def __post_init__(self) -> None:
+        self.attn_norm.load_for(self.attention.qkv)
+        self.mlp_norm.load_for(self.mlp.gate_up)
+
     def __call__(
         self, x: Tensor, update: Tensor | None, batch: Batch, plan: PromptPlan | None
     ) -> Tensor:
@@ -41,8 +45,9 @@ class DecoderLayer:
             batch: the step.
             plan: of the step, for this layer's shape and group.
         """
-        update = self.attention(self.attn_norm(x, update), batch, plan)
-        return self.mlp(self.mlp_norm(x, update))
+        attention, mlp = self.attention, self.mlp
+        update = attention(self.attn_norm.for_reader(x, update, attention.qkv), batch, plan)
+        return mlp(self.mlp_norm.for_reader(x, update, mlp.gate_up))
 
     def whole(self, update: Tensor) -> Tensor:
         """An update of the layer, for what is no norm that adds it."""

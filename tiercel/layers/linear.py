@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tiercel.ops.block_quantize import round_fp8_g128
-from tiercel.ops.linear import LinearWeight, linear
+from tiercel.ops.linear import LinearWeight, image_orders, linear
+from tiercel.ops.packed_gemm import TokenImage
 from tiercel.parallel import SINGLE, Group
 
 
@@ -37,8 +38,12 @@ class Linear:
         self.rounds_input = rounds_input
         self.group = group
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if self.rounds_input:
+    def image_orders(self, rows: int | None = None) -> tuple[int, ...]:
+        """As of ops/linear.py."""
+        return () if self.rounds_input else image_orders(self.weight, rows)
+
+    def __call__(self, x: Tensor | TokenImage, out: Tensor | None = None) -> Tensor:
+        if self.rounds_input and isinstance(x, Tensor):
             x = round_fp8_g128(x)
         if self.group.size == 1:
             return linear(x, self.weight, self.bias, self.out_dtype, out)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tiercel.layers.linear import Linear
 from tiercel.ops.act_mul import act_mul
+from tiercel.ops.packed_gemm import TokenImage
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.packed_mlp import load_packed_mlp, mlp_refusal, packed_mlp
 
@@ -21,9 +22,9 @@ class GatedMLP:
         if self._packed is not None:
             load_packed_mlp(*self._packed, activation)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self.down.weight
-        if self._packed is not None and weight.reader_rows < x.shape[0] <= weight.fused_rows:
+    def __call__(self, x: Tensor | TokenImage) -> Tensor:
+        linears = (self.gate_up, self.down)
+        if self._packed is not None and all(part.image_orders(x.shape[0]) for part in linears):
             return packed_mlp(x, *self._packed, self.activation)
         return self.down(act_mul(self.gate_up(x), self.activation))
 
@@ -37,8 +38,7 @@ def _packed(gate_up: Linear, down: Linear) -> tuple[PackedWeight, PackedWeight] 
         linear.bias is None
         and linear.group.size == 1
         and linear.out_dtype is None
-        and not linear.rounds_input
-        and linear.weight.fused_rows
+        and linear.image_orders()
         for linear in linears
     )
     if not is_plain or len(parts) != 2 or len(packed) != 2 or mlp_refusal(*packed):

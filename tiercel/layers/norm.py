@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel.layers.linear import Linear
+from tiercel.ops.packed_gemm import TokenImage
+from tiercel.ops.packed_norm import load_packed_norm, norm_refusal, packed_norm
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.parallel import SINGLE, Group
 
@@ -47,3 +50,21 @@ class RMSNorm:
         return rms_norm(
             x, self.weight, self.eps, self.out_dtype, update=update, update_weight=update_weight
         )
+
+    def for_reader(self, x: Tensor, update: Tensor | None, reader: Linear) -> Tensor | TokenImage:
+        """The same in the form that the product with it is fastest from."""
+        orders = reader.image_orders(x.shape[0])
+        if not self._has_images(orders):
+            return self(x, update)
+        return packed_norm(x, self.weight, self.eps, orders, update)
+
+    def load_for(self, reader: Linear) -> None:
+        """Load every kernel that `for_reader` may launch besides those of a call."""
+        orders = reader.image_orders()
+        if self._has_images(orders):
+            load_packed_norm(self.weight.shape[0], orders, self.weight.device)
+
+    def _has_images(self, orders: tuple[int, ...]) -> bool:
+        is_plain = self.update_weight is None and self.out_dtype == torch.float16
+        is_plain = is_plain and self.group.size == 1
+        return bool(orders) and is_plain and not norm_refusal(self.weight.shape[0], orders)

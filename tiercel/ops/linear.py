@@ -39,7 +39,14 @@ from tiercel.ops import linear_torch
 from tiercel.ops.block_matvec import block_matvec
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear_torch import Int4Planes
-from tiercel.ops.packed_gemm import has_packed_gemm, is_read, load_packed_gemm, packed_gemm
+from tiercel.ops.packed_gemm import (
+    TokenImage,
+    column_order,
+    has_packed_gemm,
+    is_read,
+    load_packed_gemm,
+    packed_gemm,
+)
 from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
 from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
 from tiercel.quant import QuantTensor
@@ -355,8 +362,22 @@ def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
     return LinearWeight((dense.index_select(0, rows),), (rows.shape[0], weight.shape[1]))
 
 
+def image_orders(weight: LinearWeight, rows: int | None = None) -> tuple[int, ...]:
+    """The orders of the images of x that `linear` reads, without a copy of x; () if it reads none.
+
+    Args:
+        weight: from `prepare_linear`.
+        rows: of x; None for whether it reads them for any.
+    """
+    packed = [segment for segment in weight.segments if isinstance(segment, PackedWeight)]
+    is_range = rows is None or weight.reader_rows < rows <= weight.fused_rows
+    if not weight.fused_rows or not is_range or len(packed) < len(weight.segments):
+        return ()
+    return tuple(dict.fromkeys(map(column_order, packed)))
+
+
 def linear(
-    x: Tensor,
+    x: Tensor | TokenImage,
     weight: LinearWeight,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -365,7 +386,8 @@ def linear(
     """X @ W^T + bias.
 
     Args:
-        x: (rows, in_features) contiguous, the dtype the weight was prepared for.
+        x: (rows, in_features) contiguous, the dtype the weight was prepared for; or images of it in
+            `image_orders`.
         weight: from `prepare_linear`.
         bias: (out_features,), dtype of the result; None for none.
         out_dtype: float32 for the result of a weight prepared `wide`, unrounded but for fewer than
@@ -378,11 +400,14 @@ def linear(
     Raises:
         ArgumentError: the shapes disagree.
     """
-    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+    if len(x.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ArgumentError(
             f"linear: x is {tuple(x.shape)} but the weight has {weight.shape[1]} columns.",
             hint=f"Pass (rows, {weight.shape[1]}).",
         )
+    if isinstance(x, TokenImage):
+        result = _multiply_image(x, weight, out_dtype or torch.float16, out)
+        return result if bias is None else result.add_(bias)
     out_dtype = out_dtype or x.dtype
     if all(isinstance(segment, NativeMatrix) for segment in weight.segments):
         result = _multiply_native(x, weight.segments, out_dtype, weight, out)
@@ -539,6 +564,22 @@ def _multiply_dense(
     """X @ weight^T of dense weights on a GPU, in `out` if that is given."""
     out = _empty(x, weight.shape[0], out_dtype) if out is None else out
     linear_torch.dense_matmul(x, weight, out)
+    return out
+
+
+def _multiply_image(
+    x: TokenImage, weight: LinearWeight, out_dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """The product with packed segments, whose results are end to end."""
+    if out is None:
+        device = next(iter(x.tensors.values())).device
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=device)
+    first = 0
+    for segment in weight.segments:
+        assert isinstance(segment, PackedWeight)
+        rows = segment.tensor.shape[0]
+        packed_gemm(x, segment, out=out[:, first : first + rows])
+        first += rows
     return out
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +28,24 @@ TYPES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TokenImage:
+    """Tokens as `packed_gemm` reads them on a GPU.
+
+    Attributes:
+        tensors: float16, by the order of their columns (`column_order`).
+        shape: (tokens, columns).
+    """
+
+    tensors: Mapping[int, Tensor]
+    shape: tuple[int, int]
+
+
+def column_order(weight: PackedWeight) -> int:
+    """The order of columns that a weight reads."""
+    return kernel.column_order(weight.tensor.qtype.name)
+
+
 @functools.cache
 def has_packed_gemm(device: torch.device) -> bool:
     """Whether this op's kernel runs on a CUDA device."""
@@ -47,13 +67,25 @@ def load_packed_gemm(weight: PackedWeight, out_dtype: torch.dtype) -> None:
         kernel.load_packed_gemm(tensor.qtype.name, shape, out_dtype, device)
 
 
+def make_image(x: Tensor, weight: PackedWeight) -> TokenImage:
+    """The image of x (tokens, in) on a GPU, float16 and contiguous, for a weight."""
+    tokens, columns = x.shape
+    order = column_order(weight)
+    image = x.new_empty(kernel.image_shape(tokens, columns))
+    kernel.launch_packed_image(x, order, image, is_dependent=weight.is_dependent)
+    return TokenImage({order: image}, (tokens, columns))
+
+
 def packed_gemm(
-    x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    x: Tensor | TokenImage,
+    weight: PackedWeight,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """X @ W^T by tensor cores, the weights decoded on their way to them.
 
     Args:
-        x: (tokens, in) float16, contiguous, on the weight's device.
+        x: (tokens, in) float16, contiguous, on the weight's device; or an image for the weight.
         weight: from `prepare_packed`, in layout SOA.
         out_dtype: float16, bfloat16 or float32; None for that of `out`, or float16.
         out: (tokens, rows) to write to, unit inner stride; None for a new one.
@@ -65,24 +97,44 @@ def packed_gemm(
     Raises:
         ArgumentError: the shapes or dtypes disagree, or the weight is in the layout of the file.
     """
+    check_tokens("packed_gemm", x, weight)
     rows, in_features = weight.tensor.shape
-    is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
-    if not is_input or x.dtype != torch.float16 or not is_read(weight):
+    tokens, planes = x.shape[0], weight.tensor.ordered_planes()
+    out = prepare_result("packed_gemm", (tokens, rows), planes[0].device, out_dtype, out)
+    if isinstance(x, Tensor) and not x.is_cuda:
+        return out.copy_(x.float() @ dequantize(weight.tensor, torch.float32).t())
+    if tokens:
+        image = make_image(x, weight) if isinstance(x, Tensor) else x
+        name = weight.tensor.qtype.name
+        kernel.launch_packed_product(
+            planes,
+            name,
+            image.tensors[column_order(weight)],
+            out,
+            (tokens, rows, in_features),
+            kernel.select_packed_gemm(name, (rows, in_features), tokens),
+            is_dependent=weight.is_dependent,
+        )
+    return out
+
+
+def check_tokens(op: str, x: Tensor | TokenImage, weight: PackedWeight) -> None:
+    """Refuse what a product with a weight does not read.
+
+    Raises:
+        ArgumentError: see `packed_gemm`; names the op.
+    """
+    in_features = weight.tensor.shape[1]
+    is_input = len(x.shape) == 2 and x.shape[1] == in_features
+    if isinstance(x, Tensor):
+        is_input = is_input and x.is_contiguous() and x.dtype == torch.float16
+    else:
+        is_input = is_input and column_order(weight) in x.tensors
+    if not is_input or not is_read(weight):
+        kind = x.dtype if isinstance(x, Tensor) else "image"
         raise ArgumentError(
-            f"packed_gemm: x is {tuple(x.shape)} {x.dtype} but the weight takes rows of "
-            f"{in_features} and is {weight.tensor.qtype.name} in layout "
-            f"{weight.tensor.layout.name}.",
+            f"{op}: x is {tuple(x.shape)} {kind} but the weight takes rows of {in_features} and is "
+            f"{weight.tensor.qtype.name} in layout {weight.tensor.layout.name}.",
             hint=f"Pass contiguous (tokens, {in_features}) float16 and layout SOA of one of "
             f"{', '.join(qtype.name for qtype in TYPES)} in rows of {UNIT_COLUMNS}.",
         )
-    out = prepare_result("packed_gemm", x, rows, out_dtype, out)
-    if not x.is_cuda:
-        return out.copy_(x.float() @ dequantize(weight.tensor, torch.float32).t())
-    if x.shape[0]:
-        name = weight.tensor.qtype.name
-        config = kernel.select_packed_gemm(name, weight.tensor.shape, x.shape[0])
-        image = x.new_empty(kernel.image_shape(x.shape[0], in_features, config))
-        planes = weight.tensor.ordered_planes()
-        is_dependent = weight.is_dependent
-        kernel.launch_packed_gemm(x, planes, name, image, out, config, is_dependent=is_dependent)
-    return out

@@ -71,23 +71,26 @@ def prepare_packed(
 
 
 def prepare_result(
-    op: str, x: Tensor, rows: int, out_dtype: torch.dtype | None, out: Tensor | None
+    op: str,
+    shape: tuple[int, int],
+    device: torch.device,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
 ) -> Tensor:
     """The tensor for a product: `out`, checked, or a new one.
 
     Args:
         op: named in the message.
-        x: (tokens, in).
-        rows: of the weight.
+        shape: tokens, and rows of the weight.
+        device: of the result.
         out_dtype: float16, bfloat16 or float32; None for float16. That of `out` wins.
         out: (tokens, rows), unit inner stride, or None.
 
     Raises:
         ArgumentError: `out` is of another shape or dtype.
     """
-    shape = (x.shape[0], rows)
     if out is None:
-        out = torch.empty(shape, dtype=out_dtype or torch.float16, device=x.device)
+        out = torch.empty(shape, dtype=out_dtype or torch.float16, device=device)
     if tuple(out.shape) != shape or out.stride(1) != 1 or out.dtype not in kernel.OUT_CODES:
         raise ArgumentError(
             f"{op}: out is {tuple(out.shape)} {out.dtype} but the result is {shape}.",
@@ -122,7 +125,7 @@ def packed_matvec(
             f"{MAX_TOKENS} rows of {in_features}.",
             hint=f"Pass contiguous (tokens, {in_features}) float16.",
         )
-    out = prepare_result("packed_matvec", x, rows, out_dtype, out)
+    out = prepare_result("packed_matvec", (x.shape[0], rows), x.device, out_dtype, out)
     if not x.is_cuda:
         return _packed_matvec_torch(x, weight.tensor, out)
     limits = kernel.device_limits(x.device)

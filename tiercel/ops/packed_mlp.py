@@ -7,8 +7,17 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_mlp as kernel
+from tiercel.kernels.packed.packed_gemm import image_shape
 from tiercel.ops.act_mul import ACTIVATIONS, act_mul
-from tiercel.ops.packed_gemm import has_packed_gemm, is_read, packed_gemm
+from tiercel.ops.packed_gemm import (
+    TokenImage,
+    check_tokens,
+    column_order,
+    has_packed_gemm,
+    is_read,
+    make_image,
+    packed_gemm,
+)
 from tiercel.ops.packed_matvec import PackedWeight, prepare_result
 
 
@@ -37,11 +46,13 @@ def load_packed_mlp(gate_up: PackedWeight, down: PackedWeight, activation: str) 
         kernel.load_packed_mlp(types, sizes, activation, device)
 
 
-def packed_mlp(x: Tensor, gate_up: PackedWeight, down: PackedWeight, activation: str) -> Tensor:
+def packed_mlp(
+    x: Tensor | TokenImage, gate_up: PackedWeight, down: PackedWeight, activation: str
+) -> Tensor:
     """Wdown (act(Wgate x) * Wup x).
 
     Args:
-        x: (tokens, hidden) float16, contiguous, on the weights' device.
+        x: (tokens, hidden) float16, contiguous, on the weights' device; or an image for `gate_up`.
         gate_up: from `prepare_packed`, in layout SOA: rows of gate, then of up.
         down: likewise.
         activation: of `ops/act_mul.py`.
@@ -53,31 +64,28 @@ def packed_mlp(x: Tensor, gate_up: PackedWeight, down: PackedWeight, activation:
     Raises:
         ArgumentError: the shapes or dtypes disagree, or the activation is unknown.
     """
+    check_tokens("packed_mlp", x, gate_up)
     reason = mlp_refusal(gate_up, down)
-    hidden = gate_up.tensor.shape[1]
-    is_input = x.dim() == 2 and x.shape[1] == hidden and x.is_contiguous()
-    if reason or not is_input or x.dtype != torch.float16 or activation not in ACTIVATIONS:
+    if reason or activation not in ACTIVATIONS:
         raise ArgumentError(
-            f"packed_mlp: x is {tuple(x.shape)} {x.dtype}, activation {activation!r}"
-            f"{reason and f'; {reason}'}.",
-            hint=f"Pass contiguous (tokens, {hidden}) float16 and one of {ACTIVATIONS}.",
+            f"packed_mlp: {reason or f'activation {activation!r} is unknown'}.",
+            hint=f"Pass gate and up with their down, and one of {ACTIVATIONS}.",
         )
-    if not x.is_cuda:
+    if isinstance(x, Tensor) and not x.is_cuda:
         return packed_gemm(act_mul(packed_gemm(x, gate_up, torch.float32), activation).half(), down)
-    out = prepare_result("packed_mlp", x, hidden, None, None)
-    if x.shape[0]:
-        types, sizes = _types_and_sizes(gate_up, down)
-        configs = kernel.select_packed_mlp(types, sizes, x.shape[0])
-        shapes = kernel.image_shapes(x.shape[0], sizes, configs)
-        images = x.new_empty(shapes[0]), x.new_empty(shapes[1])
-        planes = gate_up.tensor.ordered_planes(), down.tensor.ordered_planes()
+    types, sizes = _types_and_sizes(gate_up, down)
+    planes = gate_up.tensor.ordered_planes(), down.tensor.ordered_planes()
+    tokens = x.shape[0]
+    out = prepare_result("packed_mlp", (tokens, sizes[0]), planes[0][0].device, None, None)
+    if tokens:
+        image = make_image(x, gate_up) if isinstance(x, Tensor) else x
         kernel.launch_packed_mlp(
-            x,
+            image.tensors[column_order(gate_up)],
             kernel.MlpMatrices(types, sizes, *planes),
             activation,
-            images,
+            out.new_empty(image_shape(tokens, sizes[1])),
             out,
-            configs,
+            kernel.select_packed_mlp(types, sizes, tokens),
             is_dependent=gate_up.is_dependent and down.is_dependent,
         )
     return out

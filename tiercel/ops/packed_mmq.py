@@ -64,7 +64,7 @@ def packed_mmq(
             hint=f"Pass contiguous (tokens, {in_features}) float16 and one of "
             f"{', '.join(kernel.TYPES)}.",
         )
-    out = prepare_result("packed_mmq", x, rows, out_dtype, out)
+    out = prepare_result("packed_mmq", (x.shape[0], rows), x.device, out_dtype, out)
     if not x.is_cuda:
         return out.copy_(_rounded(x) @ dequantize(weight.tensor, torch.float32).t())
     if x.shape[0]:

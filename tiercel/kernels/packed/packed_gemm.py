@@ -42,7 +42,6 @@ class PackedGemmConfig:
         groups: warpgroups of 64 rows in a CTA.
         splits: CTAs of a cluster that share a row's sum; decides its order.
         stages: units in flight.
-        peers: CTAs of a cluster that copy the tokens together.
         steps: products between two waits of a warpgroup.
     """
 
@@ -50,8 +49,7 @@ class PackedGemmConfig:
     groups: int
     splits: int
     stages: int
-    peers: int = 1
-    steps: int = 4
+    steps: int
 
     def smem_bytes(self, type_name: str) -> int:
         """Dynamic shared memory of a CTA."""
@@ -64,11 +62,11 @@ class Gate:
 
     Attributes:
         activation: of `ops/act_mul.py`.
-        next_type: of the weights that read the image.
+        next_order: of the image's columns.
     """
 
     activation: str
-    next_type: str
+    next_order: int
 
 
 def _stage_bytes(type_name: str, tokens: int, groups: int) -> int:
@@ -79,7 +77,8 @@ def _stage_bytes(type_name: str, tokens: int, groups: int) -> int:
 def make_config(type_name: str, tokens: int, groups: int, splits: int) -> PackedGemmConfig:
     """The launch with as many stages as fit."""
     stages = _SMEM_BYTES // _stage_bytes(type_name, tokens, groups)
-    return PackedGemmConfig(tokens, groups, splits, min(stages, _MOST_STAGES))
+    steps = 2 if tokens == TOKEN_CLASSES[0] else 4
+    return PackedGemmConfig(tokens, groups, splits, min(stages, _MOST_STAGES), steps)
 
 
 @functools.cache
@@ -101,7 +100,7 @@ def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> P
         shape: (rows, in) of W.
         tokens: > 0.
     """
-    tile = next((most for most in TOKEN_CLASSES if tokens <= most), TOKEN_CLASSES[-1])
+    tile = tile_tokens(tokens)
     units, token_tiles = shape[1] // BLOCK, -(-tokens // tile)
 
     def cost(launch: tuple[int, int]) -> float:
@@ -118,14 +117,20 @@ def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> P
     return make_config(type_name, tile, *min(launches, key=cost))
 
 
-def _macros(type_name: str, tokens: int) -> tuple[tuple[str, int], ...]:
-    return (("QTYPE", UNIT_TYPES[type_name].code), ("TOKENS", tokens))
+def column_order(type_name: str) -> int:
+    """ORDER of the image that weights of a type read, see cuda/packed/packed_places.cuh."""
+    return {"Q4_K": 4, "Q6_K": 6}.get(type_name, 32)
+
+
+def tile_tokens(tokens: int) -> int:
+    """Tokens of a tile of the image of so many."""
+    return next((most for most in TOKEN_CLASSES if tokens <= most), TOKEN_CLASSES[-1])
 
 
 @functools.cache
-def image_source(type_name: str, tokens: int) -> rtc.KernelSource:
+def image_source(order: int, tile: int) -> rtc.KernelSource:
     """The kernel that lays out the tokens."""
-    return rtc.KernelSource("packed_image", _macros(type_name, tokens))
+    return rtc.KernelSource("packed_image", (("ORDER", order), ("TOKENS", tile)))
 
 
 @functools.cache
@@ -134,17 +139,17 @@ def gemm_source(
 ) -> rtc.KernelSource:
     """The kernel that multiplies, as built for one kind of call."""
     macros = (
-        *_macros(type_name, config.tokens),
+        ("QTYPE", UNIT_TYPES[type_name].code),
+        ("TOKENS", config.tokens),
         ("WGS", config.groups),
         ("STAGES", config.stages),
         ("SPLITS", config.splits),
-        ("PEERS", config.peers),
         ("STEPS", config.steps),
         ("DEPTH", 2),
         ("OUT", OUT_CODES[out_dtype]),
         ("GATED", int(gate is not None)),
         ("IS_GELU", int(gate is not None and gate.activation == "gelu_tanh")),
-        ("NEXT", 0 if gate is None else UNIT_TYPES[gate.next_type].code),
+        ("NEXT", 0 if gate is None else gate.next_order),
         ("IS_BF16", 0),
     )
     return rtc.KernelSource("packed_gemm", macros)
@@ -158,24 +163,30 @@ def load_packed_gemm(
     sources = [gemm_source(type_name, out_dtype, config) for config in configs]
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, config in zip(sources, configs, strict=True):
-        rtc.load_kernel(image_source(type_name, config.tokens), device)
+        rtc.load_kernel(image_source(column_order(type_name), config.tokens), device)
         rtc.load_kernel(source, device, config.smem_bytes(type_name))
 
 
-def image_shape(tokens: int, in_features: int, config: PackedGemmConfig) -> tuple[int, int]:
+def image_shape(tokens: int, in_features: int) -> tuple[int, int]:
     """Of the image of so many tokens, float16: tiles by places."""
-    return -(-tokens // config.tokens), config.tokens * in_features
+    tile = tile_tokens(tokens)
+    return -(-tokens // tile), tile * in_features
 
 
-def launch_packed_image(
-    x: Tensor, type_name: str, image: Tensor, config: PackedGemmConfig, *, is_dependent: bool
-) -> None:
-    """Enqueue the first kernel; arguments as of `launch_packed_gemm`."""
+def launch_packed_image(x: Tensor, order: int, image: Tensor, *, is_dependent: bool) -> None:
+    """Enqueue the first kernel on the current stream; the op has checked and allocated.
+
+    Args:
+        x: (tokens, in) float16, contiguous.
+        order: of the image's columns.
+        image: of `image_shape`, float16, overwritten.
+        is_dependent: see `rtc.launch`.
+    """
     tokens, in_features = x.shape
     units = in_features // BLOCK
-    kernel = rtc.load_kernel(image_source(type_name, config.tokens), x.device)
+    kernel = rtc.load_kernel(image_source(order, tile_tokens(tokens)), x.device)
     arguments = [rtc.pointer(x), rtc.pointer(image), ctypes.c_int(tokens), ctypes.c_int(units)]
-    grid = -(-image.shape[0] * config.tokens * units * 16 // _IMAGE_THREADS)
+    grid = -(-image.numel() // (16 * _IMAGE_THREADS))
     rtc.launch(kernel, grid, _IMAGE_THREADS, arguments, is_dependent=is_dependent)
 
 
@@ -190,13 +201,14 @@ def launch_packed_product(
     *,
     is_dependent: bool,
 ) -> None:
-    """Enqueue the second kernel.
+    """Enqueue the second kernel, likewise.
 
     Args:
-        planes: as of `launch_packed_gemm`, and so the next ones.
+        planes: of W (rows, in) on the image's device in layout SOA, contiguous, in their order.
         type_name: of W.
-        image: that the first kernel wrote.
-        out: with a gate the image of its results, of `image_shape`, float16.
+        image: of the tokens, in the order of W's columns.
+        out: (tokens, rows) float16, bfloat16 or float32, unit inner stride; with a gate the image
+            of its results, of `image_shape`, float16.
         shape: tokens, rows and columns of the product.
         config: from `select_packed_gemm`.
         gate: None for the product itself.
@@ -214,36 +226,10 @@ def launch_packed_product(
     ]
     rtc.launch(
         kernel,
-        -(-rows // (64 * config.groups * config.peers)),
+        -(-rows // (64 * config.groups)),
         128 * config.groups + 32,
         arguments,
-        grid_y=config.splits * config.peers,
+        grid_y=config.splits,
         grid_z=image.shape[0],
         is_dependent=is_dependent,
     )
-
-
-def launch_packed_gemm(
-    x: Tensor,
-    planes: Sequence[Tensor],
-    type_name: str,
-    image: Tensor,
-    out: Tensor,
-    config: PackedGemmConfig,
-    *,
-    is_dependent: bool,
-) -> None:
-    """Enqueue on the current stream; the op has checked and allocated.
-
-    Args:
-        x: (tokens, in) float16, contiguous.
-        planes: of W (rows, in) on x's device in layout SOA, contiguous, in their order.
-        type_name: of W.
-        image: of `image_shape`, float16, overwritten.
-        out: (tokens, rows) float16, bfloat16 or float32, unit inner stride.
-        config: from `select_packed_gemm`.
-        is_dependent: see `rtc.launch`.
-    """
-    launch_packed_image(x, type_name, image, config, is_dependent=is_dependent)
-    shape = (x.shape[0], out.shape[1], x.shape[1])
-    launch_packed_product(planes, type_name, image, out, shape, config, is_dependent=is_dependent)

@@ -1,7 +1,7 @@
-"""Wdown (act(Wgate x) * Wup x) for 17 to 96 tokens and K-quantised matrices, in three launches.
+"""Wdown (act(Wgate x) * Wup x) for 17 to 96 tokens and K-quantised matrices, in two launches.
 
-Those of packed_gemm: the tokens' image, the product with gate and up, whose CTAs hold equal rows of
-both and write act(gate) * up as the image that the third reads, the product with down.
+Both are products of packed_gemm: that with gate and up, whose CTAs hold equal rows of both and
+write act(gate) * up as an image of tokens, then that of the image with down.
 
 Floor: the planes of both matrices read once.
 """
@@ -18,10 +18,9 @@ from tiercel.kernels.packed.packed_gemm import (
     TOKEN_CLASSES,
     Gate,
     PackedGemmConfig,
+    column_order,
     gemm_source,
-    image_shape,
     image_source,
-    launch_packed_image,
     launch_packed_product,
     select_packed_gemm,
 )
@@ -67,12 +66,12 @@ def select_packed_mlp(
 
 def load_packed_mlp(types: Types, sizes: Sizes, activation: str, device: torch.device) -> None:
     """Load what `select_packed_mlp` may choose for one tile of tokens."""
-    gate = Gate(activation, types[1])
+    gate = Gate(activation, column_order(types[1]))
     kernels = []
     for tokens in TOKEN_CLASSES:
         first, second = select_packed_mlp(types, sizes, tokens)
         kernels += [
-            (image_source(types[0], tokens), 0),
+            (image_source(column_order(types[0]), tokens), 0),
             (gemm_source(types[0], torch.float16, first, gate), first.smem_bytes(types[0])),
             (gemm_source(types[1], torch.float16, second), second.smem_bytes(types[1])),
         ]
@@ -81,43 +80,35 @@ def load_packed_mlp(types: Types, sizes: Sizes, activation: str, device: torch.d
         rtc.load_kernel(source, device, smem_bytes)
 
 
-def image_shapes(
-    tokens: int, sizes: Sizes, configs: tuple[PackedGemmConfig, PackedGemmConfig]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the images of x and of act(gate) * up, float16."""
-    return image_shape(tokens, sizes[0], configs[0]), image_shape(tokens, sizes[1], configs[1])
-
-
 def launch_packed_mlp(
-    x: Tensor,
+    image: Tensor,
     matrices: MlpMatrices,
     activation: str,
-    images: tuple[Tensor, Tensor],
+    between: Tensor,
     out: Tensor,
     configs: tuple[PackedGemmConfig, PackedGemmConfig],
     *,
     is_dependent: bool,
 ) -> None:
-    """Enqueue on the current stream; the op has checked and allocated.
+    """Enqueue both products on the current stream; the op has checked and allocated.
 
     Args:
-        x: (tokens, hidden) float16, contiguous.
+        image: of the tokens, in the order of gate's and up's columns.
         matrices: on its device.
         activation: of `ops/act_mul.py`.
-        images: of `image_shapes`, float16, overwritten.
+        between: image of act(gate) * up, of `image_shape`, float16, overwritten.
         out: (tokens, hidden) float16, unit inner stride.
         configs: from `select_packed_mlp`.
         is_dependent: see `rtc.launch`.
     """
     (first, second), (hidden, inner) = configs, matrices.sizes
-    gate = Gate(activation, matrices.types[1])
-    tokens, name = x.shape[0], matrices.types[0]
-    launch_packed_image(x, name, images[0], first, is_dependent=is_dependent)
-    shape = (tokens, 2 * inner, hidden)
+    names = matrices.types
+    gate = Gate(activation, column_order(names[1]))
+    shape = (out.shape[0], 2 * inner, hidden)
     launch_packed_product(
-        matrices.gate_up, name, images[0], images[1], shape, first, gate, is_dependent=is_dependent
+        matrices.gate_up, names[0], image, between, shape, first, gate, is_dependent=is_dependent
     )
-    shape, name = (tokens, hidden, inner), matrices.types[1]
+    shape = (out.shape[0], hidden, inner)
     launch_packed_product(
-        matrices.down, name, images[1], out, shape, second, is_dependent=is_dependent
+        matrices.down, names[1], between, out, shape, second, is_dependent=is_dependent
     )

@@ -2,9 +2,9 @@
 // in registers and multiplied by wgmma, 64 rows x TOKENS x 16 columns each. Layouts: at the
 // parameters. Macros: QTYPE (UnitType.code of packed_types.py), TOKENS (32, 64, 96 or 128), WGS
 // (warpgroups of 64 rows in a CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a
-// row's sum), PEERS (CTAs of a cluster that copy tokens together), STEPS (products between two waits),
-// DEPTH (such batches of operands), OUT (0 fp16, 1 bf16, 2 float32), GATED (rows are of gate and of up,
-// results act(gate) * up), IS_GELU, NEXT (QTYPE of the weights that read these).
+// row's sum), STEPS (products between two waits), DEPTH (such batches of operands), OUT (0 fp16, 1 bf16, 2 float32), GATED (rows are of gate and of up,
+// results act(gate) * up), IS_GELU, NEXT (order of columns of the
+// image that is then written).
 //
 // A producer warp copies, for each unit of 256 columns, the planes of its rows' tiles (quant.py)
 // and the image of the tokens (packed_image.cu) into a ring. Warp w of the consumers owns tile w:
@@ -35,17 +35,13 @@ constexpr int BATCHES = 16 / STEPS;
 static_assert(TOKENS * SUM_STRIDE * 4 <= STAGES * STAGE_BYTES, "sums take the place of the ring");
 static_assert(BATCHES % DEPTH == 0, "a batch's registers are known");
 
-struct Sums {  // of a cluster, in shared memory of its CTAs
-  u32 ring;
-  int peer;
-  DEV float at(int n, int r) const {
-    float y = 0;
+// The sum of a row and token over the CTAs of a cluster.
+DEV float sum_at(u32 ring, int n, int r) {
+  float y = 0;
 #pragma unroll
-    for (int s = 0; s < SPLITS; ++s)
-      y += load_of(ring + 4 * (n * SUM_STRIDE + r), s * PEERS + peer);
-    return y * 0.0625f;
-  }
-};
+  for (int s = 0; s < SPLITS; ++s) y += load_of(ring + 4 * (n * SUM_STRIDE + r), s);
+  return y * 0.0625f;
+}
 #if GATED
 DEV float gated(float gate, float up) {
 #if IS_GELU
@@ -55,11 +51,11 @@ DEV float gated(float gate, float up) {
 #endif
 }
 // act(gate) * up of four columns of a token, to the image for the next product (packed_image.cu).
-DEV void store_gated(void* image, const Sums& sums, int n, int r, int column, int units) {
+DEV void store_gated(void* image, u32 ring, int n, int r, int column, int units) {
   u16 h[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e)
-    h[e] = float_to_half(gated(sums.at(n, r + e), sums.at(n, HALF + r + e)));
+    h[e] = float_to_half(gated(sum_at(ring, n, r + e), sum_at(ring, n, HALF + r + e)));
   const Place to = place_of<NEXT>(column & 255);
   const i64 row = (((i64)blockIdx.z * units + (column >> 8)) * 4 + (to.step >> 2)) * TOKENS + n;
   u32* chunks = (u32*)image + row * 32 + to.lane;  // 8 chunks of 16 bytes
@@ -93,19 +89,9 @@ DEV void fetch_weights(const Planes& w, const Work& work, int i, u32 slot, u32 b
   const i64 unit = tile * work.blocks + work.first + i;
   fetch_unit(w, unit, slot + X_BYTES + lane * TILE_BYTES, barrier);
 }
-// A slot's tokens: each CTA that shares them brings its part to all.
-DEV void fetch_tokens(const u8* image, u32 slot, u32 barrier, int peer) {
-#if PEERS > 1
-  constexpr int PART = X_BYTES / PEERS;
-  const u32 mask = ((1u << PEERS) - 1) << (cluster_rank() / PEERS * PEERS);
-  copy_bulk_to_all(slot + peer * PART, image + peer * PART, PART, barrier, mask);
-#else
-  copy_bulk(slot, image, X_BYTES, barrier);
-#endif
-}
 DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u32 full, int lane) {
   const u32 empty = full + 8 * STAGES;
-  const int early = min(STAGES, work.count), peer = blockIdx.y % PEERS;
+  const int early = min(STAGES, work.count);
   image += ((i64)blockIdx.z * work.blocks + work.first) * X_BYTES;
   for (int i = 0; i < early; ++i) {
     if (lane == 0) mbar_expect(full + 8 * i, W_BYTES + X_BYTES);
@@ -115,13 +101,13 @@ DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u
   wait_for_inputs();
   if (lane == 0)
     for (int i = 0; i < early; ++i)
-      fetch_tokens(image + (i64)i * X_BYTES, ring + i * STAGE_BYTES, full + 8 * i, peer);
+      copy_bulk(ring + i * STAGE_BYTES, image + (i64)i * X_BYTES, X_BYTES, full + 8 * i);
   for (int i = early; i < work.count; ++i) {
     const int slot = i % STAGES;
     mbar_wait(empty + 8 * slot, (i / STAGES - 1) & 1);
     if (lane == 0) {
       mbar_expect(full + 8 * slot, W_BYTES + X_BYTES);
-      fetch_tokens(image + (i64)i * X_BYTES, ring + slot * STAGE_BYTES, full + 8 * slot, peer);
+      copy_bulk(ring + slot * STAGE_BYTES, image + (i64)i * X_BYTES, X_BYTES, full + 8 * slot);
     }
     __syncwarp();
     fetch_weights(w, work, i, ring + slot * STAGE_BYTES, full + 8 * slot, lane);
@@ -141,13 +127,6 @@ DEV void decode(u32* a, Unit& unit, int batch, const Masks& masks) {
 #pragma unroll
   for (int p = 0; p < STEPS / 2; ++p) unit.decode(a + 8 * p, batch * STEPS / 2 + p, masks);
 }
-DEV void release(u32 barrier, int lane) {  // a slot
-#if PEERS > 1
-  if (lane < PEERS) mbar_arrive_at(barrier, cluster_rank() / PEERS * PEERS + lane);
-#else
-  if (lane == 0) mbar_arrive(barrier);
-#endif
-}
 // All batches of a unit but the last; each decodes the next one. `done` is the barrier of the slot
 // before. A loop of this length is not unrolled for every type.
 template <int B>
@@ -156,7 +135,7 @@ DEV void multiply_unit(float (&sum)[TOKENS / 2], u32 (&a)[DEPTH][4 * STEPS], Uni
   if constexpr (B < BATCHES - 1) {
     multiply(sum, a[B % DEPTH], tokens, B);
     wg_wait<DEPTH - 1>();
-    if (B == DEPTH - 1 && done) release(done, lane);  // that unit is multiplied
+    if (B == DEPTH - 1 && done && lane == 0) mbar_arrive(done);  // that unit is multiplied
     decode(a[(B + 1) % DEPTH], unit, B + 1, masks);
     multiply_unit<B + 1>(sum, a, unit, tokens, masks, done, lane);
   }
@@ -189,27 +168,22 @@ DEV void consume(float (&sum)[TOKENS / 2], int count, u32 ring, u32 full, int wa
   pin(sum);
 }
 
-extern "C" __global__ void __cluster_dims__(1, PEERS * SPLITS, 1) __launch_bounds__(128 * WGS + 32, 1)
+extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 * WGS + 32, 1)
     packed_gemm(Planes planes,    // of W
              const u8* image,  // of the tokens
              void* out,        // (m, >= rows), out_stride elements from row to row
              int rows, int blocks, int m, int out_stride) {
   SHARED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, warp = uni(tid >> 5);
-  const int rank = blockIdx.y / PEERS, block = blockIdx.x * PEERS + blockIdx.y % PEERS;
+  const int rank = blockIdx.y, block = blockIdx.x;
   const u32 ring = smem_u32(memory), full = ring + STAGES * STAGE_BYTES;
   launch_next();
   if (tid == 0) {
     for (int i = 0; i < STAGES; ++i)
-      mbar_init(full + 8 * i, 1), mbar_init(full + 8 * (STAGES + i), 4 * WGS * PEERS);
+      mbar_init(full + 8 * i, 1), mbar_init(full + 8 * (STAGES + i), 4 * WGS);
     mbar_fence();
   }
-#if PEERS > 1
-  __syncwarp();
-  cluster_sync();  // others copy to this CTA
-#else
   __syncthreads();
-#endif
   const Work work = {block * (GATED ? 2 : 4) * WGS, (rows + 15) / 16, blocks * rank / SPLITS,
                      blocks * (rank + 1) / SPLITS - blocks * rank / SPLITS, blocks};
   const int first_token = blockIdx.z * TOKENS, here = min(m - first_token, TOKENS);
@@ -226,26 +200,25 @@ extern "C" __global__ void __cluster_dims__(1, PEERS * SPLITS, 1) __launch_bound
       sts(ring + 4 * (n * SUM_STRIDE + row + 8 * (i / 2 & 1)), sum[i]);
     }
   }
-#if SPLITS * PEERS > 1
+#if SPLITS > 1
   __syncwarp();
   cluster_sync();
 #else
   __syncthreads();
 #endif
   // Of a cluster, each CTA adds up every SPLITS-th token.
-  const Sums sums = {ring, (int)(blockIdx.y % PEERS)};
 #if GATED
   for (int i = tid; i < (TOKENS - rank + SPLITS - 1) / SPLITS * (HALF / 4); i += 128 * WGS + 32) {
     const int n = i / (HALF / 4) * SPLITS + rank, r = 4 * (i % (HALF / 4)), row = block * HALF + r;
-    if (row < rows / 2) store_gated(out, sums, n, r, row, rows / 512);
+    if (row < rows / 2) store_gated(out, ring, n, r, row, rows / 512);
   }
 #else
   for (int i = tid; i < (here - rank + SPLITS - 1) / SPLITS * ROWS; i += 128 * WGS + 32) {
     const int n = i / ROWS * SPLITS + rank, r = i % ROWS, row = block * ROWS + r;
-    if (row < rows) store(out, (i64)(first_token + n) * out_stride + row, sums.at(n, r));
+    if (row < rows) store(out, (i64)(first_token + n) * out_stride + row, sum_at(ring, n, r));
   }
 #endif
-#if SPLITS * PEERS > 1
+#if SPLITS > 1
   cluster_sync();  // others read this CTA's sums
 #endif
 }

@@ -63,23 +63,6 @@ DEV float load_of(u32 a, int rank) {  // a float in the shared memory of a CTA o
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
   return v;
 }
-DEV u32 cluster_rank() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// To the same place in each CTA of the cluster that is in the mask, with its barrier.
-DEV void copy_bulk_to_all(u32 to, const u8* from, int bytes, u32 barrier, u32 mask) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)mask)
-      : "memory");
-}
-DEV void mbar_arrive_at(u32 barrier, int rank) {  // in a CTA of the cluster
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-}
 DEV void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
