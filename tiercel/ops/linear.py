@@ -405,11 +405,10 @@ def linear(
             f"linear: x is {tuple(x.shape)} but the weight has {weight.shape[1]} columns.",
             hint=f"Pass (rows, {weight.shape[1]}).",
         )
+    out_dtype = out_dtype or (x.dtype if isinstance(x, Tensor) else torch.float16)
     if isinstance(x, TokenImage):
-        result = _multiply_image(x, weight, out_dtype or torch.float16, out)
-        return result if bias is None else result.add_(bias)
-    out_dtype = out_dtype or x.dtype
-    if all(isinstance(segment, NativeMatrix) for segment in weight.segments):
+        result = _multiply_image(x, weight, out_dtype, out)
+    elif all(isinstance(segment, NativeMatrix) for segment in weight.segments):
         result = _multiply_native(x, weight.segments, out_dtype, weight, out)
     elif weight.dense is not None and x.shape[0] > _most_packed(weight):
         result = _multiply_dense(x, weight.dense, out_dtype, out)
