@@ -37,8 +37,6 @@ from tiercel.kernels.attention import (
 from tiercel.kernels.block import block_scaled_gemm, linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
-from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
-from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.fused import fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.moe import moe_experts_gemm, moe_experts_tiles
@@ -53,10 +51,8 @@ HOPPER = "sm_90a"
 # Kernels of wgmma, TMA or clusters.
 HOPPER_ONLY = (
     *("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail"),
-    *("sparse_attention_decode", "indexer_select"),
+    *("sparse_attention_decode", "indexer_select", "moe_experts_gemm"),
 )
-HOPPER_ONLY = ("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail")
-HOPPER_ONLY += ("moe_experts_gemm",)
 BLACKWELL = "sm_100a"
 BLACKWELL_ONLY = ("block_scaled_gemm", "sparse_attention_blackwell")  # kernels of tcgen05
 DTYPES = (torch.float16, torch.bfloat16)
