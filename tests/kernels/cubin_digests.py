@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from tests.kernels.test_rtc import (
-    CLUSTER_SOURCES,
+    LATENT_SOURCES,
     PACKED_SOURCES,
     SOURCES,
     STEP_SIZES,
@@ -51,7 +51,8 @@ HOPPER = "sm_90a"
 # Kernels of wgmma, TMA or clusters.
 HOPPER_ONLY = (
     *("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail"),
-    *("sparse_attention_decode", "indexer_select", "moe_experts_gemm"),
+    *("sparse_attention_decode", "sparse_attention_tiles", "indexer_scores", "indexer_select"),
+    "moe_experts_gemm",
 )
 BLACKWELL = "sm_100a"
 BLACKWELL_ONLY = ("block_scaled_gemm", "sparse_attention_blackwell")  # kernels of tcgen05
@@ -193,7 +194,7 @@ def all_sources() -> list[rtc.KernelSource]:
     """Each kernel in representative configurations."""
     sources = [
         *SOURCES,
-        *CLUSTER_SOURCES,
+        *LATENT_SOURCES,
         *packed_sources(),
         *decode_attention_sources(),
     ]
