@@ -70,9 +70,9 @@ def deepseek_v4_cases():
     launch = latent_rope._write(512, (128, 1 << 20, 576, 1 << 20, 8), (1, 8), 512, 32, True, False)
     write = [BFLOAT, LONG, FLOAT, FLOAT, LONG, BYTE, BYTE]
     yield "latent_write", launch, write, None, [1e-6]
-    launch = moe_route._launch((256, 1), 256, 6, False)
+    launch = moe_route._launch((256, 1), 256, 6, range(0), False)
     yield "moe_route", launch, [FLOAT, FLOAT, LONG, FLOAT], None, [1.5]
-    launch = moe_route._launch((256, 1), 256, 6, True)
+    launch = moe_route._launch((256, 1), 256, 6, range(128, 256), True)
     yield "moe_route hash", launch, [FLOAT, LONG, INT, LONG, FLOAT], None, [1.5]
     stored = (32, 1 << 20, 1024)
     launch = kv_compress._compress((2560, 2560), (stored, stored), 8, (4, 8, 512, 32))
