@@ -42,6 +42,8 @@ class TokenStream:
         self.submitted_s = submitted_s
         self.entered_s: float | None = None
         self.num_computed = 0
+        self._num_input = request.num_input_tokens
+        self._num_answer = min(ANSWER_TOKENS, request.max_tokens)
         self.on_progress: Callable[[int], None] | None = None
         self._ready: deque[TokenUpdate | TiercelError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -75,9 +77,8 @@ class TokenStream:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens that are still to be computed, as far as is known: input, and answer."""
-        request = self.request
-        answer = min(ANSWER_TOKENS, request.max_tokens) - len(request.output_token_ids)
-        return request.num_input_tokens - self.num_computed + max(1, answer)
+        answer = self._num_answer - len(self.request.output_token_ids)
+        return self._num_input - self.num_computed + (answer if answer > 1 else 1)
 
     def advance(self, num_computed: int) -> None:
         """Report how many tokens of the prompt are computed."""
@@ -107,7 +108,7 @@ class TokenStream:
         A step may yield several tokens. The reader gets one after the other, as from as many steps,
         so that it may stop between any two.
         """
-        self.num_computed = self.request.num_input_tokens
+        self.num_computed = self._num_input
         if isinstance(item, TokenUpdate) and len(item.new_token_ids) > 1:
             self._ready.extend(_one_by_one(item))
         else:

@@ -100,6 +100,8 @@ class Prompt:
     """As much of a request as a meter reads."""
 
     prompt_token_ids = [5] * 100
+    num_input_tokens = 100
+    max_tokens = 8
     num_cached = 16
 
 
