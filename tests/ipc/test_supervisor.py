@@ -255,7 +255,7 @@ def test_a_process_that_speaks_another_language_is_ended(monkeypatch):
     monkeypatch.setattr(
         spawn,
         "_BOOT",
-        "import os, sys, time; os.write(int(sys.argv[2]), b'GET / HTTP/1.1'); time.sleep(60)",
+        "import os, sys, time; os.write(int(sys.argv[3]), b'GET / HTTP/1.1'); time.sleep(60)",
     )
 
     async def main():
