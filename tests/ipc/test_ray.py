@@ -6,6 +6,7 @@ Each host has one CPU for one rank, so that two replicas, or two ranks of one en
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,6 +97,7 @@ def ray_cluster():
     made = RayCluster(folder)
     yield made
     made.close()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,15 @@
 """A server with several engines: all answer, one is lost, and all end with the server."""
 
+import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
 import threading
+import time
 
+import httpx
 import pytest
 
 from tests.cli.harness import error_line, tiercel
@@ -117,6 +121,64 @@ def test_a_signal_lets_requests_finish_and_ends_every_process(tiny, log_path):
             call.join()
             assert call.response.json()["usage"]["completion_tokens"] == 1900
         wait_for(lambda: not any(map(is_running, children)))
+
+
+def test_no_answer_is_lost_or_crossed_while_engines_die(server):
+    """Eight clients with prompts of their own, some of which leave; each engine is killed once."""
+    num_restarts = sum(values_of(server, "engine_restarts_total").values())
+    bodies = [
+        {"model": NAME, "prompt": f"{n} the thin man {n * n}", "max_tokens": 20 + 40 * n,
+         "temperature": 0, "ignore_eos": True} for n in range(8)
+    ]  # fmt: skip
+    expected = [text_of(server.post("/v1/completions", body)) for body in bodies]
+    assert len(set(expected)) == 8
+    results, is_over = [[] for _ in bodies], threading.Event()
+
+    def use(number):
+        draw = random.Random(number)
+        while not is_over.is_set():
+            if draw.random() < 0.2:
+                with contextlib.suppress(httpx.ReadTimeout):
+                    httpx.post(f"{server.url}/v1/completions", json=bodies[number], timeout=0.05)
+                continue
+            response = server.post("/v1/completions", bodies[number])
+            if response.status_code == 200:
+                results[number].append(text_of(response))
+            else:
+                assert response.json()["error"]["code"] in (
+                    "engine_restarting",
+                    "engine_died_twice",
+                )
+                results[number].append(None)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for more in (1, 2):
+        time.sleep(3)
+        os.kill(processes_of(server)[0], signal.SIGKILL)
+        wait_for(
+            lambda more=more: (
+                sum(values_of(server, "engine_restarts_total").values()) == num_restarts + more
+                and server.get("/ready").json().get("engines_ready") == 2
+            ),
+            3 * PATIENCE_S,
+        )
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    for number, answers in enumerate(results):
+        assert set(answers) - {None} == {expected[number]}
+    lost = sum(answer is None for answers in results for answer in answers)
+    assert 1 <= lost < sum(map(len, results)) / 2
+    wait_for(lambda: set(values_of(server, "num_requests_running").values()) == {0})
+    wait_for(lambda: set(values_of(server, "kv_cache_usage_perc").values()) == {0})
+    check_alive(server)
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
 
 
 @pytest.mark.multigpu
