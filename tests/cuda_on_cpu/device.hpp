@@ -306,6 +306,7 @@ DEV void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
   if (to % 16 || (u64)from % 16 || bytes % 16) fail("alignment of a bulk copy");
   send(to, bar, std::vector<u8>((const u8*)from, (const u8*)from + bytes));
 }
+DEV void load_once(u32 to, const void* from, u32 bytes, u32 bar) { bulk_load(to, from, bytes, bar); }
 // A box of 32 tokens x 1 head x 64 dimensions of (tokens, heads, width) 16-bit values, 128-byte
 // swizzle; of the map come the address, tokens, heads and width.
 DEV void tma3(u32 to, const TMap* map, u32 bar, int x, int y, int z) {

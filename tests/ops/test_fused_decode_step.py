@@ -51,7 +51,8 @@ SHAPES = {
     "whole": make_shape(inner=8192),  # as Qwen3-8B: a warp has a whole row
     "rows": make_shape(hidden=1024, inner=768, heads=16),  # a warp has four rows; 8 CTAs o and down
     "slices": make_shape(hidden=2560, inner=9728),  # two warps a row of five blocks; 80 CTAs
-    "wide": make_shape(hidden=5120, inner=1280, heads=40),  # four warps a row; two parts of o, down
+    # Four warps a row; 8 CTAs have two groups of o and down, whose slices follow each other.
+    "wide": make_shape(hidden=4352, inner=4352, heads=40),
     "widest": make_shape(hidden=8192, inner=4352, heads=64),  # eight heads share one
     "llama": make_shape(hidden=2048, inner=2048, head_dim=64),
     "qwen2": make_shape(hidden=3584, inner=2560, heads=28, kv_heads=4),  # seven heads, 32 splits
@@ -152,7 +153,7 @@ BIG = ("whole", "slices", "widest", "llama", "qwen2")
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in BIG)) for name in SHAPES]
 )
 def test_packing_keeps_every_byte(name):
-    """Every byte of the stream but what fills up to 16 belongs to one matrix."""
+    """Every byte of the stream but what fills lines belongs to one matrix."""
     shape = replace(SHAPES[name], num_layers=3)
     # No nibble is 0: those of Q5_K change places.
     stream = StepStream(make_geometry(shape, (0, ALL_Q6, ALL_Q5)), CPU)
@@ -330,7 +331,7 @@ def test_replays_have_the_bits_of_a_launch(device):
     for plane in (*k, *v):
         plane.nan_to_num_(0.5)
     caches = prepare_caches(model.weights.geometry, k, v)
-    start = torch.randn(1, 5120, device=device)
+    start = torch.randn(1, 4352, device=device)
 
     def steps(run):
         planes = [plane.clone() for plane in (*k, *v)]

@@ -39,7 +39,7 @@ class StepStream:
     def __init__(self, geometry: StepGeometry, device: torch.device) -> None:
         self.geometry = geometry
         self.layout = StreamLayout(geometry)
-        # Not all bytes are weights: some fill up to 16.
+        # Not all bytes are weights: some fill lines.
         self.data = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
         self._orders: dict[tuple[str, str], MatrixOrder] = {}
 

@@ -7,7 +7,7 @@ slice of columns that follows another (of down), part, and there its slots, two 
 
 A slot is a unit for each warp of the group: rows and blocks of 256 weights as
 `fused_decode_step_geometry.RowPlan` deals them; `fused_decode_step_units.cuh` has the order of a
-unit's bytes. Parts C are first qh of both slots, then d (of Q6_K) of both, filled up to 16 bytes.
+unit's bytes. Parts C are first qh of both slots, then d (of Q6_K) of both. Slots are whole lines.
 All but d moves in pieces of 16 bytes, so an order is two lists of pieces: of the file and of the
 sequence. Bits of qh of Q5_K belong to 8 groups of 32 weights; a lane's 4 groups get bytes of their
 own, nibbles of weights i and i + 16 side by side.
@@ -30,7 +30,7 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
 )
 from tiercel.kernels.fused.fused_refusal import CTAS
 
-_PIECE = 16
+_PIECE, _LINE = 16, 128
 _PIECES = 9  # of a block's header or scales, and of its 8 of codes
 _QH_PIECES = {"Q4_K": 0, "Q6_K": 4, "Q5_K": 2}  # of a block
 _D_BYTES = {"Q4_K": 0, "Q6_K": 2, "Q5_K": 0}
@@ -76,10 +76,9 @@ def _slot_units(
     return units, width * min(plan.step, rows - slot * plan.step)
 
 
-def _pair_bytes(blocks: int, qtype: str) -> int:
-    """Bytes of up to two slots, of so many blocks."""
-    c_bytes = blocks * (_PIECE * _QH_PIECES[qtype] + _D_BYTES[qtype])
-    return blocks * _PIECE * _PIECES + -(-c_bytes // _PIECE) * _PIECE
+def _lines(num_bytes: int) -> int:
+    """Whole lines of memory: copies that begin within one are slower."""
+    return -(-num_bytes // _LINE) * _LINE
 
 
 def _sequence(
@@ -95,20 +94,22 @@ def _sequence(
         qtype: of the matrix.
     """
     plan, rows = geometry.plan(name), geometry.part_rows(name)
-    others = {"k": ("q",), "v": ("q", "k")}.get(name, ())  # q, k and v are dealt as one list
+    # All parts of a phase are dealt as one list, q, k and v too.
+    others = {"k": ("q",), "v": ("q", "k")}.get(name, ())
     before = sum(-(-geometry.part_rows(other) // plan.step) for other in others)
+    part_slots = -(-rows // plan.step)
     qh_bytes = _PIECE * _QH_PIECES[qtype]
     found: list[_Unit] = []
     start = 0
     for time in range(plan.times):
         for part in range(num_parts):
-            slots = _slots(plan, rows, before, group)
+            slots = _slots(plan, rows, before + part * part_slots, group)
             for i in range(0, len(slots), 2):
                 pair = [
                     _slot_units(plan, time, group, part, rows, slot) for slot in slots[i : i + 2]
                 ]
+                c_at = start + sum(_lines(own * _PIECE * _PIECES) for _, own in pair)
                 blocks = sum(own for _, own in pair)
-                c_at = start + blocks * _PIECE * _PIECES
                 passed = 0
                 for units, own in pair:
                     for unit in units:
@@ -116,13 +117,14 @@ def _sequence(
                         found.append(
                             replace(
                                 unit,
-                                at=start + at * _PIECE * _PIECES,
+                                at=start + unit.at * _PIECE * _PIECES,
                                 qh_at=c_at + at * qh_bytes,
                                 d_at=c_at + blocks * qh_bytes + at * _D_BYTES[qtype],
                             )
                         )
+                    start += _lines(own * _PIECE * _PIECES)
                     passed += own
-                start += _pair_bytes(blocks, qtype)
+                start = c_at + _lines(blocks * (qh_bytes + _D_BYTES[qtype]))
     return found, start
 
 

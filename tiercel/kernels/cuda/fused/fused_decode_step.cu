@@ -25,6 +25,7 @@
 // head), TILE (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a cache block),
 // MOST_TILES (of a group), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of
 // fused_decode_step_plan.cuh.
+#define SPLIT 1
 #include "fused/fused_decode_step_attention.cuh"
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"
@@ -99,7 +100,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (at < HIDDEN)
         norm = __ldg(g.norms + (2 * layer + (kind == O_PROJ ? 1 : 2)) * HIDDEN + at);
     }
-    multiply(g, taker, smem, layer, kind, gateup_parts, warp, own, residual, norm, ahead);
+    auto multiply_by = [&](int of) {
+      multiply(g, taker, smem, layer, of, gateup_parts, warp, own, residual, norm, ahead);
+    };
+    if (!SPLIT)
+      multiply_by(kind);
+    else if (kind == QKV)
+      multiply_by(QKV);
+    else if (kind == O_PROJ)
+      multiply_by(O_PROJ);
+    else if (kind == GATEUP)
+      multiply_by(GATEUP);
+    else
+      multiply_by(DOWN);
     if (kind != QKV) continue;
     attention(g, caches, unknown(smem), layer, unknown(warp), unknown(own), taker);
   }

@@ -69,8 +69,8 @@ DEV Deal make_deal(const Plan& p, int kind, int part, int group) {
   constexpr int KV_SLOTS = (OWN_KV + PLAN_QKV.step - 1) / PLAN_QKV.step;
   const int rows = part_rows(p, kind, part);
   const int slots = kind == QKV ? (part ? KV_SLOTS : Q_SLOTS) : (rows + p.step - 1) / p.step;
-  // q, k and v are dealt as one list: k goes on where q ended.
-  const int before = kind == QKV && part ? Q_SLOTS + (part - 1) * KV_SLOTS : 0;
+  // All parts are dealt as one list: each goes on where the one before ended.
+  const int before = kind != QKV ? part * slots : part ? Q_SLOTS + (part - 1) * KV_SLOTS : 0;
   const int own = group >> (log2_of(GROUPS) - p.turn_log);
   const int first = (own - before) & (p.turn - 1);
   const int count = slots > first ? ((slots - first - 1) >> p.turn_log) + 1 : 0;

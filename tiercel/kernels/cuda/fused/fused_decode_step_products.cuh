@@ -34,6 +34,7 @@ DEV Ends make_ends(u32 smem) {
   return {(int)blockIdx.x % SPLITS, (int)blockIdx.x / SPLITS, num_keys};
 }
 
+DEV u32 whole_lines(u32 bytes) { return (bytes + 127) & ~127u; }
 // One thread feeds a group's ring. Copies in flight matter more than the depth of the ring: beyond
 // latency x bandwidth (about 28 KB an SM) they lengthen the queues in which the exchange waits too.
 DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int group, const Ends& ends,
@@ -56,7 +57,7 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
   const u8* src = g.stream + g.starts[blockIdx.x * GROUPS + group];
   auto put = [&](u32 bytes, int phase) {
     open(bytes, phase);
-    bulk_load(ring.data + slot * SLOT, src, bytes, ring.full + 8 * slot);
+    load_once(ring.data + slot * SLOT, src, bytes, ring.full + 8 * slot);
     src += bytes;
     advance();
   };
@@ -79,13 +80,13 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
 #pragma unroll 1
           for (int it = 0; it < deal.count; it += 2) {
             int own = wide * deal.rows_of(it);
-            put(BLOCK_BYTES * own, phase);
+            put(whole_lines(BLOCK_BYTES * own), phase);
             if (it + 1 < deal.count) {
               const int more = wide * deal.rows_of(it + 1);
-              put(BLOCK_BYTES * more, phase);
+              put(whole_lines(BLOCK_BYTES * more), phase);
               own += more;
             }
-            if (type != Q4_K) put((own * c_bytes + 15) & ~15, phase);
+            if (type != Q4_K) put(whole_lines(own * c_bytes), phase);
           }
         }
       }
@@ -191,7 +192,7 @@ DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int
   }
 }
 // Units that a warp loads while it waits for their inputs: as many as registers hold.
-constexpr int EARLY = WHOLE ? 2 : QKV_TILE > 1 && RECEIVED > 1 ? 0 : 1;
+constexpr int EARLY = WHOLE ? 2 : 1;
 // This CTA's rows of a matrix, two units at a time. Rows of q, k, v are sent as they are done, if
 // no warps share them; each 32 others make a record when the last warp has its own. A slice of down
 // begins when its inputs are there: the first ones are, while slow CTAs still compute the last of
@@ -218,6 +219,8 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
     const Width width = make_width(p, time, group, own);
     const int from = first_block(p, time * p.across), until = first_block(p, (time + 1) * p.across);
     const Input in = input_of(smem, kind, time);
+    const int row_lanes = BLOCK_LANES * width.own;
+    const int row = WHOLE ? 0 : lane / row_lanes, column = WHOLE ? lane : lane - row * row_lanes;
     // The first units wait for their inputs in registers, so that their slots can be filled again.
     Q4 early0 = {}, early1 = {};
     const Deal head = make_deal(p, kind, 0, group);
@@ -239,8 +242,6 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
     const bool is_last = kind != DOWN || time == p.times - 1;
     if (!is_last && tid < 24u * (p.least + (time + 1 < p.extra)))
       ahead = load_relaxed(g.exchange + (records + 24 * until + tid));
-    const int row_lanes = BLOCK_LANES * width.own;
-    const int row = WHOLE ? 0 : lane / row_lanes, column = WHOLE ? lane : lane - row * row_lanes;
     const Act a = load_act(in.act, in.pitch, in.scales, in.sums,
                            BLOCK_LANES * (width.first - from) + column);
     const float early_sum0 = is_early0 ? dot_q4(early0, a, lane) : 0;
@@ -254,7 +255,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
           smem + Layout::RESULTS +
           4 * (kind == QKV ? slice * OWN_ROWS + (part ? OWN_Q + (part - 1) * OWN_KV : 0)
                            : (part * p.across + slice) * p.rows);
-      if (HIDDEN_PARTS > 1 && kind == DOWN) {  // sums of two parts stay over the slices
+      if (HIDDEN_PARTS > 1 && parts > 1 && kind == DOWN) {  // two parts' sums stay over slices
         const float s0 = acc0, s1 = acc1;
         acc0 = kept0, acc1 = kept1, kept0 = s0, kept1 = s1;
       }
