@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.synthetic_model import Shape
 from tests.engine.wide_model import open_wide, write_wide_model
 from tiercel.params import SamplingParams
 
@@ -60,8 +61,7 @@ def decode_logits(llm, prompt, count):
     return answer.token_ids, torch.stack(rows[: count - 1])
 
 
-@pytest.mark.parametrize("prompt", PROMPTS[1:], ids=len)
-def test_logits_are_close_to_those_of_the_other_kernels(llm, prompt):
+def check_logits(llm, prompt):
     """Steps against one pass over the same tokens, which takes kernels for many tokens."""
     assert llm._engine.runner.model.fused_decode_step is not None
     tokens, logits = decode_logits(llm, prompt, 40)
@@ -76,6 +76,29 @@ def test_logits_are_close_to_those_of_the_other_kernels(llm, prompt):
     is_clear = best[:, 0] - best[:, 1] > 2 * spread
     assert is_clear.any()
     assert torch.equal(logits.argmax(1)[is_clear], expected.argmax(1)[is_clear])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[1:], ids=len)
+def test_logits_are_close_to_those_of_the_other_kernels(llm, prompt):
+    check_logits(llm, prompt)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(Shape(1024, 4, 16, 8, 128, 3072, vocab=512, context=4096), id="qwen3"),
+        pytest.param(
+            Shape(2048, 4, 32, 8, 64, 2048, vocab=512, context=4096, arch="llama"), id="llama"
+        ),
+        pytest.param(
+            Shape(1536, 4, 12, 2, 128, 2304, vocab=512, context=4096, arch="qwen2"), id="qwen2"
+        ),
+    ],
+)
+def test_logits_of_other_sizes_are_close(shape, tmp_path):
+    """Several rows a warp; heads of 64; six query heads on one and biases."""
+    with open_llm(write_wide_model(tmp_path / "m.gguf", shape)) as llm:
+        check_logits(llm, PROMPTS[2])
 
 
 def test_a_replay_has_the_bits_of_an_eager_step(llm, monkeypatch):

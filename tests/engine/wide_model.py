@@ -10,9 +10,11 @@ from benchmarks import synthetic_model
 from tests.tiny_llm import open_on_gpu
 
 
-def write_wide_model(path: Path) -> Path:
-    """Four layers with random weights, v and down of some in Q6_K."""
-    shape = synthetic_model.Shape(4096, 4, 32, 8, 128, 8192, vocab=512, context=4096)
+WIDE = synthetic_model.Shape(4096, 4, 32, 8, 128, 8192, vocab=512, context=4096)
+
+
+def write_wide_model(path: Path, shape: synthetic_model.Shape = WIDE) -> Path:
+    """Some layers with random weights, v and down of some in Q6_K."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(synthetic_model.SHAPES, "four-layers", shape)
         synthetic_model.write("four-layers", path)
