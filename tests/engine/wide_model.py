@@ -9,7 +9,6 @@ import pytest
 from benchmarks import synthetic_model
 from tests.tiny_llm import open_on_gpu
 
-
 WIDE = synthetic_model.Shape(4096, 4, 32, 8, 128, 8192, vocab=512, context=4096)
 
 
