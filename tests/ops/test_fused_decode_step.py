@@ -56,6 +56,7 @@ SHAPES = {
     "widest": make_shape(hidden=8192, inner=4352, heads=64),  # eight heads share one
     "llama": make_shape(hidden=2048, inner=2048, head_dim=64),
     "qwen2": make_shape(hidden=3584, inner=2560, heads=28, kv_heads=4),  # seven heads, 32 splits
+    "heads": make_shape(hidden=512, inner=768, heads=40, kv_heads=40, head_dim=64),  # 3 splits
     "tiny": make_shape(hidden=512, inner=768, heads=8, kv_heads=2, head_dim=64),
 }
 HAS_BIAS = ("qwen2", "tiny")
@@ -258,6 +259,7 @@ def check_source(build_source, name, masks, length):
         pytest.param("tiny", (0, ALL_Q6), 70, id="tiny"),
         pytest.param("qwen2", (V_AND_DOWN,), 300, id="qwen2"),
         pytest.param("llama", (Q5_K_M, ALL_Q5), 70, id="five_bits"),
+        pytest.param("heads", (0,), 600, id="heads"),
     ],
 )
 def test_source_matches_op(name, masks, length, build_source):

@@ -10,10 +10,12 @@ import pytest
 from benchmarks.model_shapes import SHAPES, decoder_shape
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK,
+    GROUPS,
     MATRICES,
     MOST_TOKENS,
     PHASES,
     RECORD,
+    TILE_KEYS,
     UNIT_BLOCKS,
     WARPS,
     DecoderShape,
@@ -147,6 +149,14 @@ def test_a_refusal_says_what_does_not_fit(changes, reason):
 def test_the_largest_sizes_fit():
     assert refuse_shape(replace(QWEN3_8B, num_layers=96, max_tokens=MOST_TOKENS)) is None
     assert refuse_shape(replace(QWEN3_8B, max_tokens=MOST_TOKENS + 1))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 5, 8, 40, 128])
+def test_tiles_of_the_longest_context_have_room(kv_heads):
+    shape = replace(QWEN3_8B, num_heads=2 * kv_heads, num_kv_heads=kv_heads, num_layers=1)
+    geometry = make_geometry(shape, (0,))
+    assert geometry.splits * kv_heads <= CTAS
+    assert geometry.most_tiles * geometry.splits * GROUPS * TILE_KEYS >= MOST_TOKENS
 
 
 def test_masks_name_the_types():

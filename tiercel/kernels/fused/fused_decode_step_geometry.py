@@ -158,7 +158,7 @@ class StepGeometry:
     @property
     def most_tiles(self) -> int:
         """Tiles of keys of a group of warps."""
-        return SPLIT_TILES // self.splits
+        return math.ceil(SPLIT_TILES / self.splits)
 
     @property
     def most_pairs(self) -> int:
@@ -267,10 +267,10 @@ def select_plan(columns: int, rows: int, *, may_wait: bool = False) -> RowPlan:
     return RowPlan(blocks, across, times, tile)
 
 
-def _deal_pairs(shape: DecoderShape, spare: int = 0) -> tuple[tuple[int, ...], ...]:
+def _deal_pairs(shape: DecoderShape) -> tuple[tuple[int, ...], ...]:
     """Groups of 32 pairs for each CTA: at most one more than the mean, else equal sums of bytes."""
     groups, outputs = shape.intermediate_size // RECORD, shape.hidden_size // RECORD
-    most = -(-groups // CTAS) + spare
+    most = -(-groups // CTAS)
     output = RECORD * (shape.q_size + shape.intermediate_size)
     pair = 2 * RECORD * shape.hidden_size
     loads = [output * len(range(cta, outputs, CTAS)) for cta in range(CTAS)]
