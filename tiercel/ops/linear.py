@@ -67,6 +67,8 @@ MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
 # 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
 FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/packed_products.md
+# Types whose decoding is longer, beside a copy: 96 rows of 24,576 x 4,096 60 and 57 us, cuBLAS 54.
+FUSED_ROWS_OF = {QuantType.Q5_K: 64, QuantType.Q8_0: 64}
 # Weights widened together: 4 MB of float32 stay in the cache. 64 rows through 40,000 x 2,048 take
 # 400 to 500 ms, 620 to 770 with 8,192 output rows together (AVX2 and AVX512, torch 2.13).
 WIDE_WEIGHTS = 1 << 20
@@ -300,6 +302,9 @@ def _prepare_packed(
         has_mmq=has_prefill_mmq() and can_mmq,
         uses_gemm=has_prefill_gemm(),
     )
+    if dense is not None:
+        most = [FUSED_ROWS_OF.get(segment.tensor.qtype, limits.fused) for segment in packed]
+        limits = limits._replace(fused=min([limits.fused, *most]))
     for segment in packed:
         if limits.fused:
             load_packed_gemm(segment, out_dtype)
