@@ -2,7 +2,7 @@
 
 On a CPU the native library multiplies matrices of any type (`kernels/native/`); without it a
 quantised matrix stays packed in bfloat16 (`ops/linear_torch.py`). On a GPU in float16
-quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), Q4_K and Q6_K for some more
+quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), most types for some more
 on Hopper (`ops/packed_gemm.py`) or with x of 8 bits (`ops/packed_mmq.py`), and beside a dense copy
 for many rows where there is memory for one. Block formats stay as stored: a GPU reads them so for
 some rows (`ops/block_matvec.py`); otherwise they are decoded in each product. Everything else rests
