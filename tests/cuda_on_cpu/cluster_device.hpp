@@ -9,28 +9,18 @@ static Place place_in_grid() { return {cluster_at.x + current->cta, cluster_at.y
 DEV u32 shared_base() { return 0; }
 static NamedBarrier cluster_barrier;
 static int cluster_threads;
-static std::vector<u32> turns_of_threads(MOST_THREADS * CLUSTER);
-DEV u32& turn_of_thread() { return turns_of_threads[current->cta * MOST_THREADS + current->tid]; }
-DEV void cluster_arrive() {
-  turn_of_thread() = cluster_barrier.turn;
+DEV void cluster_sync() {
+  const u32 turn = cluster_barrier.turn;
   if (++cluster_barrier.arrived == cluster_threads)
     cluster_barrier.arrived = 0, ++cluster_barrier.turn, ++events;
-}
-DEV void cluster_wait() { wait_while(cluster_barrier.turn, turn_of_thread()); }
-DEV void cluster_sync() { cluster_arrive(), cluster_wait(); }
-static u8* remote(u32 address, u32 size, int rank) {
-  if (address % size || address + size > SMEM || rank < 0 || rank >= CLUSTER)
-    fail("an address in shared memory of a cluster");
-  return ctas[rank].smem + address;
+  wait_while(cluster_barrier.turn, turn);
 }
 template <class T> DEV T from_remote(u32 address, int rank) {
+  if (address % sizeof(T) || address + sizeof(T) > SMEM || rank < 0 || rank >= CLUSTER)
+    fail("an address in shared memory of a cluster");
   T v;
-  std::memcpy(&v, remote(address, sizeof v, rank), sizeof v);
+  std::memcpy(&v, ctas[rank].smem + address, sizeof v);
   return v;
-}
-DEV void store_remote_float(u32 address, int rank, float x) {
-  if (!cluster_barrier.turn) fail("a CTA of the cluster may not have begun");
-  std::memcpy(remote(address, sizeof x, rank), &x, sizeof x);
 }
 DEV float4 load_remote_floats(u32 address, int rank) { return from_remote<float4>(address, rank); }
 DEV float load_remote_float(u32 address, int rank) { return from_remote<float>(address, rank); }

@@ -7,19 +7,6 @@ DEV uint4 load_weights16(const void* from) { return load_aligned<uint4>(from); }
 DEV uint2 load_weights8(const void* from) { return load_aligned<uint2>(from); }
 DEV u32 load_scale_word(const void* from) { return load_aligned<u32>(from); }
 DEV u32 load_scale_byte(const void* from) { return *(const u8*)from; }
-struct Request { u64 first, size; };
-static std::vector<Request> requests;
-DEV void request_bytes(const void* from, u32 size) {
-  if ((u64)from % 16 || size % 16) fail("alignment of a request");
-  requests.push_back({(u64)from, size});
-}
-// Counts the requests of each 16 bytes of a tensor since the count before.
-extern "C" void count_requests(u64 first, u64 units, int* counts) {
-  for (const Request& one : requests)
-    for (u64 at = one.first; at < one.first + one.size; at += 16)
-      if (at >= first && (at - first) / 16 < units) ++counts[(at - first) / 16];
-}
-extern "C" void forget_requests() { requests.clear(); }
 DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   u32 d = 0;
   for (int i = 0; i < 32; i += 16)  // a product of two bf16 is exact in float32

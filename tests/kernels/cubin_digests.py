@@ -130,7 +130,7 @@ def linear_group_sources() -> Iterator[rtc.KernelSource]:
             )
             yield linear_group.cuda_source(kinds, given, config)
         config = linear_group.select_linear_group(4096, [512], 16, kind_of_input=given)
-        yield linear_group.cuda_source(kinds, given, config, 2, has_next=True)
+        yield linear_group.cuda_source(kinds, given, config, 2)
 
 
 def blackwell_sources() -> Iterator[rtc.KernelSource]:

@@ -3,7 +3,6 @@
 On a machine with a GPU the op's own tests run the kernel there.
 """
 
-import ctypes
 from dataclasses import replace
 
 import pytest
@@ -86,9 +85,7 @@ def relative_error(actual, expected):
     return ((actual.double().cpu() - expected).norm() / expected.norm()).item()
 
 
-def run(
-    x, matrices, config=None, num_sms=132, norm=None, rotation=None, limit=None, following=None
-):
+def run(x, matrices, config=None, num_sms=132, norm=None, rotation=None, limit=None):
     """The results of a launch in poisoned memory with guards; all configs are right."""
     guards = []
     for matrix in matrices:
@@ -98,7 +95,7 @@ def run(
     planes = [op._planes(matrix, out) for matrix, out in zip(matrices, outs, strict=True)]
     positions, table, head_dim = rotation or (None, None, 1)
     turned = None if table is None else (positions, table)
-    given = GroupInput(norm, turned, head_dim, limit, following)
+    given = GroupInput(norm, turned, head_dim, limit)
     columns = matrices[0].weight.shape[-1]
     tiles = [one.num_tiles for one in planes]
     config = config or kernel.select_linear_group(columns, tiles, x.shape[0])
@@ -151,28 +148,6 @@ def test_formats_match_oracle(num_tokens, config, num_sms):
     matrices[1] = replace(matrices[1], out_dtype=torch.bfloat16)
     x = make_x(num_tokens, columns)
     check(run(x, matrices, config, num_sms), wanted(x, matrices))
-
-
-def count_requests(processor, tensor):
-    """How often launches have requested each 16 bytes of a tensor, in its rows."""
-    counts = torch.zeros(tensor.shape[0], tensor.nbytes // 16 // tensor.shape[0], dtype=torch.int)
-    place = [ctypes.c_uint64(n) for n in (tensor.data_ptr(), counts.numel())]
-    for library in processor.libraries.values():
-        library.count_requests(*place, ctypes.c_void_p(counts.data_ptr()))
-    return counts
-
-
-@pytest.mark.parametrize(("config", "num_sms"), [*CONFIGS, (LinearGroupConfig(8, 1, 2, 2), 3)])
-def test_all_weights_are_requested_once(config, num_sms, on_kernel):
-    """Those of the launch, and what the next one reads, in parts that leave nothing out."""
-    pair, lone = make_fp8((50, 2304)), make_bf16((133, 2304))
-    matrices = [*floats(pair, is_pair=True), *floats(lone)]
-    following = torch.zeros(1041, 48, dtype=torch.uint8)
-    for library in on_kernel.libraries.values():
-        library.forget_requests()
-    run(make_x(3, 2304), matrices, config, num_sms, following=following)
-    for weights in (pair.planes["q"], lone, following):
-        assert (count_requests(on_kernel, weights) == 1).all()
 
 
 @pytest.mark.usefixtures("on_kernel")

@@ -168,7 +168,7 @@ class CompressedAttention:
                 queries.append(compression.indexer.queries(index_q[0]))
             q, chosen = self._compress(compression, projected[0], queries, vectors, step)
         out = self._attend(q, step, entries, chosen)
-        out = self._output.wo_a(out, rotation, self._output.wo_b)
+        out = self._output.wo_a(out, rotation)
         return multiply_group(out, [self._output.wo_b])[0]
 
     def _compress(

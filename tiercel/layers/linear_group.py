@@ -91,12 +91,10 @@ class GroupedLinear:
     num_groups: int
     dense: Tensor | None = None
 
-    def __call__(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], following: Linear | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Undo the rotation of heads (T, heads, d), and multiply: (T, groups * out), dtype of x.
 
-        rotation: positions (T,) and table of `latent_rope`. following: layer that reads the result.
+        rotation: positions (T,) and table of `latent_rope`.
         """
         matrix = GroupMatrix(self.weight, self.num_groups, out_dtype=x.dtype)
         flat = x.flatten(1)
@@ -108,10 +106,7 @@ class GroupedLinear:
         ):
             x = latent_rope(x, *rotation, inverse=True)
             return grouped_linear(x, self._decoded(x.dtype), self.num_groups)
-        segments = () if following is None else following.weight.segments
-        weight = next((part for part in segments if isinstance(part, GroupWeight)), None)
-        turn = (*rotation, x.shape[2])
-        return linear_group(flat, [matrix], rotation=turn, following=weight)[0]
+        return linear_group(flat, [matrix], rotation=(*rotation, x.shape[2]))[0]
 
     def _decoded(self, dtype: torch.dtype) -> Tensor | QuantTensor:
         """What `grouped_linear` takes."""

@@ -152,12 +152,6 @@ def _values(weight: GroupWeight) -> Tensor:
     return weight.q if isinstance(weight, Q8Planes) else weight
 
 
-def _requested(weight: GroupWeight) -> Tensor | None:
-    """The plane of a weight that may be requested as one run of bytes."""
-    values = _values(weight)
-    return values if values.is_contiguous() and values.data_ptr() % 16 == 0 else None
-
-
 def _scales(weight: GroupWeight) -> Tensor | None:
     if isinstance(weight, QuantTensor):
         return weight.planes["scale"]
@@ -177,7 +171,6 @@ def linear_group(
     norm: tuple[Tensor, float] | None = None,
     rotation: tuple[Tensor, Tensor, int] | None = None,
     limit: float | None = None,
-    following: GroupWeight | None = None,
 ) -> list[Tensor]:
     """Multiply x by several matrices, in one launch on a GPU.
 
@@ -190,7 +183,6 @@ def linear_group(
             channels of a head: the inverse rotation of `latent_rope` that x passes first, likewise.
             Not together with a norm.
         limit: of the clamped SwiGLU of pairs, > 0; None for no clamp.
-        following: a weight that the next launch reads: it comes to the cache of a GPU meanwhile.
 
     Returns:
         (tokens, rows) of each matrix. Sums are float32, rounded once; gate and up are not rounded
@@ -202,9 +194,7 @@ def linear_group(
     _check(x, matrices, norm, rotation, limit)
     positions, table, head_dim = rotation or (None, None, 1)
     turned = None if positions is None or table is None else (positions, table.contiguous())
-    given = GroupInput(
-        norm, turned, head_dim, limit, None if following is None else _requested(following)
-    )
+    given = GroupInput(norm, turned, head_dim, limit)
     outs = [_make_out(x, matrix) for matrix in matrices]
     if not x.is_cuda:
         torch_ops.multiply(x, matrices, outs, given)

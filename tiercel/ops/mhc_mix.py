@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tiercel import env
 from tiercel.errors import ArgumentError
-from tiercel.kernels.fused import mhc_mix_step as cluster
 from tiercel.ops import mhc_mix_torch as torch_ops
 from tiercel.ops.rms_norm import rms_norm
 
@@ -178,9 +177,6 @@ def mhc_mix_step(
     weights = (fn.contiguous(), scale.contiguous(), base.contiguous())
     eps = (rms_eps, hc_eps, norm_eps)
     results = (out, x, coefficients, norm_weight, eps, sinkhorn_iters)
-    if not cluster_refusal(streams, y, out_dtype):
-        cluster.launch_mhc_mix_step(before, weights, *results)
-        return out, x, *coefficients
     from tiercel.kernels.fused.mhc_mix import launch_mhc_mix_step, step_parts_shape
 
     parts = fn.new_empty(step_parts_shape(num_tokens, num_streams, hidden))
@@ -195,15 +191,6 @@ def step_refusal(streams: Tensor, y: Tensor) -> str:
     if y.stride(-1) != 1:
         return "the channels of y are not next to each other"
     return mhc_mix_refusal(streams, is_product=True)
-
-
-def cluster_refusal(streams: Tensor, y: Tensor, out_dtype: torch.dtype) -> str:
-    """Why a step that is a single pass has two launches, not one; "" if it has one."""
-    if streams.shape[0] > _FEW_TOKENS:
-        return f"{streams.shape[0]} tokens are more than {_FEW_TOKENS}"
-    if not streams.is_cuda or torch.cuda.get_device_capability(streams.device) < cluster.CAPABILITY:
-        return "the device has no clusters"
-    return cluster.mhc_mix_step_refusal(streams, y, out_dtype)
 
 
 def mhc_mix_collapse(

@@ -6,7 +6,9 @@ the launch: the norm or the inverse rotation of x, the clamped SwiGLU of gate an
 result is added to.
 
 Floor: the planes once, x once for each CTA from L2, the results once. So a CTA whose x leaves no
-room for a second one on its multiprocessor has twice as many warps.
+room for a second one on its multiprocessor has twice as many warps. All weights of a CTA in bulk
+requests to the L2 before the wait, and those of the next launch meanwhile, cost 1 to 7 us a launch
+and 2 to 6 us a layer: x waits behind them in the same queues (H200, printed).
 """
 
 from __future__ import annotations
@@ -47,7 +49,6 @@ class LinearGroupConfig(NamedTuple):
         tiles: of a CTA at a time.
         stages: units of a warp in flight.
         ctas: on a multiprocessor, for the registers.
-        is_ahead: whether all weights are requested before the wait for the kernel ahead.
         pass_columns: of x, in shared memory at a time; 0 for all. The order of sums is the same.
     """
 
@@ -55,7 +56,6 @@ class LinearGroupConfig(NamedTuple):
     tiles: int
     stages: int
     ctas: int
-    is_ahead: bool = True
     pass_columns: int = 0
 
 
@@ -159,14 +159,12 @@ class GroupInput(NamedTuple):
             last 2 * half channels of each head are turned by the negative angle.
         head_dim: channels of a head.
         limit: of the clamped SwiGLU; None for no clamp.
-        following: contiguous weights that the next launch reads, requested meanwhile, or None.
     """
 
     norm: tuple[Tensor, float] | None = None
     rotation: tuple[Tensor, Tensor] | None = None
     head_dim: int = 1
     limit: float | None = None
-    following: Tensor | None = None
 
     @property
     def kind(self) -> int:
@@ -214,24 +212,14 @@ class _Input(ctypes.Structure):
         ("rotary", _INT),
         ("limit", ctypes.c_float),
         ("has_long_positions", _INT),
-        ("next", _POINTER),
-        ("next_bytes", _LONG),
     )
 
 
 @functools.cache
 def cuda_source(
-    kinds: int,
-    kind_of_input: int,
-    config: LinearGroupConfig,
-    octets: int = 1,
-    *,
-    has_next: bool = False,
+    kinds: int, kind_of_input: int, config: LinearGroupConfig, octets: int = 1
 ) -> rtc.KernelSource:
-    """The kernel for some formats, a bit each in the order of `KINDS`, and tokens in eights.
-
-    has_next: whether it requests the weights of the next launch.
-    """
+    """The kernel for some formats, a bit each in the order of `KINDS`, and tokens in eights."""
     macros = (
         ("IS_BF16", 1),
         ("KINDS", kinds),
@@ -241,8 +229,6 @@ def cuda_source(
         ("CTAS", config.ctas),
         ("INPUT", kind_of_input),
         ("OCTETS", octets),
-        ("IS_AHEAD", int(config.is_ahead)),
-        ("HAS_NEXT", int(has_next)),
         ("IS_SPLIT", int(config.pass_columns > 0)),
     )
     return rtc.KernelSource("linear_group", macros)
@@ -351,11 +337,8 @@ def launch_linear_group(
         0 if table is None else 2 * table.shape[2],
         given.limit or 0.0,
         int(positions is not None and positions.dtype == torch.int64),
-        _address(given.following),
-        0 if given.following is None else given.following.nbytes // 16 * 16,
     )
-    has_next = given.following is not None
-    source = cuda_source(kinds, given.kind, config, _octets(num_tokens), has_next=has_next)
+    source = cuda_source(kinds, given.kind, config, _octets(num_tokens))
     rtc.launch(
         rtc.load_kernel(source, x.device, smem),
         first,

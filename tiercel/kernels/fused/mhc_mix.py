@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tiercel.kernels.fused.mhc_mix_finish import finish_refusal, launch_mhc_mix_finish
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 FEW_TOKENS = 16  # up to here one program reads a piece of fn for a few tokens, without tensor cores
@@ -520,6 +521,11 @@ def _launch_finish(
     eps: tuple[float, float, float],
     iters: int,
 ) -> None:
+    is_whole = coefficients is not None and streams.is_cuda
+    if is_whole and not finish_refusal(streams, x):
+        assert coefficients is not None
+        launch_mhc_mix_finish(streams, parts, weights[1:], x, coefficients, norm, eps, iters)
+        return
     num_tokens, num_streams, hidden = streams.shape
     splits, columns = parts.shape[1:]
     comb_tokens = 1 if num_tokens <= FEW_TOKENS else COMB_TOKENS

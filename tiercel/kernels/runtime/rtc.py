@@ -44,8 +44,6 @@ _STATIC_SMEM_LIMIT = 48 << 10  # more dynamic shared memory than this must be re
 
 # Constants of the driver interface, cuda.h of CUDA 13.
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-_PORTABLE_CLUSTER = 8  # CTAs; a kernel with larger clusters must be allowed them
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -391,9 +389,6 @@ def _load_function(source: KernelSource, device: torch.device) -> _Loaded:
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"{name}: loading")
         code = _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
         _check(code, f"{name}: finding the entry point")
-        if dict(source.macros).get("CLUSTER", 1) > _PORTABLE_CLUSTER:
-            code = _driver().cuFuncSetAttribute(function, _NON_PORTABLE_CLUSTER, 1)
-            _check(code, f"{name}: asking for large clusters")
     return _Loaded(function)
 
 

@@ -9,13 +9,10 @@ DEV u32 shared_base() {
   extern __shared__ __align__(128) u8 memory[];
   return shared_address(memory);
 }
-// All threads of the cluster arrive; the wait ends when all have. What they wrote before they
-// arrived can be read behind it.
-DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Ends when all threads of the cluster are here; what they wrote before can be read behind it.
 DEV void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // An address in the shared memory of a CTA of the cluster.
 DEV u32 remote_address(u32 address, int rank) {
@@ -35,11 +32,6 @@ DEV float load_remote_float(u32 address, int rank) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];"
                : "=f"(x) : "r"(remote_address(address, rank)) : "memory");
   return x;
-}
-// Only after the cluster's first barrier: the other CTA may not have begun before.
-DEV void store_remote_float(u32 address, int rank, float x) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;"
-               ::"r"(remote_address(address, rank)), "f"(x) : "memory");
 }
 DEV uint2 load_remote_words(u32 address, int rank) {
   uint2 x;

@@ -9,16 +9,15 @@
 // x nor weights are rearranged.
 //
 // x, normed or rotated back, is in shared memory. Weights are requested before the wait for the
-// kernel ahead: a warp keeps STAGES units of 128 bytes a row in flight, across blocks too, and the
-// other blocks of a CTA are on their way to the L2. Sums are float32 in an order that follows from
-// the matrix and PARTS alone: a token's bits depend on no other token.
+// kernel ahead, and a warp keeps STAGES units of 128 bytes a row in flight, across blocks too. Sums
+// are float32 in an order that follows from the matrix and PARTS alone: a token's bits depend on no
+// other token.
 //
 // Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
-// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back), OCTETS (of tokens),
-// IS_AHEAD (whether the blocks after the first are requested before the wait), HAS_NEXT (whether the
-// weights of the next launch are requested).
-#include "attention/decode_attention_ptx.cuh"
+// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back), OCTETS (of tokens), IS_SPLIT
+// (whether x is in shared memory in passes over its columns).
 #include "block/linear_group_ptx.cuh"
+#include "include/attention_ptx.cuh"
 
 #define WARPS (PARTS * TILES)
 #define MOST_MATRICES 8
@@ -58,8 +57,6 @@ struct Input {
   int head, rotary;  // channels of a head, of them the last that rotate
   float limit;       // of the clamped SwiGLU; 0 for none
   int has_long_positions;  // of 64 bits, not of 32
-  const u8* next;         // HAS_NEXT: what the next launch reads, to the L2 meanwhile
-  i64 next_bytes;         // a multiple of 16
 };
 
 // Registers of a lane for a unit of its two rows: 128 bytes a row among four lanes.
@@ -187,8 +184,10 @@ DEV i64 position_of(const Input& in, int token) {
   return in.has_long_positions ? ((const i64*)in.positions)[token]
                                : ((const int*)in.positions)[token];
 }
-// Pairs of the last channels of a head, turned by the negative angle. channel: of those that turn.
-DEV uint4 rotate_back(uint4 v, const Input& in, int channel, int token) {
+// Pairs of the last channels of a head, turned by the negative angle.
+DEV uint4 rotate_back(uint4 v, const Input& in, int column, int token) {
+  const int channel = column % in.head - (in.head - in.rotary);
+  if (channel < 0) return v;
   const float* angles = in.table + position_of(in, token) * in.rotary + channel / 2;
   u32 words[4];
 #pragma unroll
@@ -202,35 +201,19 @@ DEV uint4 rotate_back(uint4 v, const Input& in, int channel, int token) {
 }
 #endif
 
-// Columns of x to shared memory, from `first_column` on; for all threads of a CTA. All copies are
-// under way together: one read from the L2, whatever the number of tokens.
+// Columns of x to shared memory, from `first_column` on; for all threads of a CTA. Copies that go
+// past the registers (cp.async) took 2 to 3 us more for 8 tokens (H200, printed).
 DEV void stage_x(const Input& in, u8* memory, int first_column, int columns) {
-  const u32 base = shared_address(memory);
-  for (int token = 0; token < in.num_tokens; ++token)
-    for (int column = 8 * (int)threadIdx.x; column < columns; column += 8 * 32 * WARPS) {
+  const int runs = columns / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * WARPS) {
+    const int token = i / runs, column = first_column + 8 * (i - token * runs);
+    uint4 v = __ldcg((const uint4*)(in.x + token * in.stride + column));
 #if INPUT == 2
-      if ((first_column + column) % in.head >= in.head - in.rotary) continue;
+    v = rotate_back(v, in, column, token);
 #endif
-      copy16(base + token * row_of_x(in.pass_columns) + 2 * column,
-             in.x + token * in.stride + first_column + column);
-    }
-  copy_commit();
-#if INPUT == 2
-  // What turns goes through registers: `turning` runs of each head.
-  const int turning = in.rotary / 8, first_head = first_column / in.head;
-  const int count = ((first_column + columns - 1) / in.head - first_head + 1) * turning;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < in.num_tokens * count; i += 32 * WARPS) {
-    const int token = i / count, run = i - token * count, channel = 8 * (run % turning);
-    const int at = (first_head + run / turning + 1) * in.head - in.rotary + channel;
-    const int column = at - first_column;
-    if (column < 0 || column >= columns) continue;
-    const uint4 v = __ldcg((const uint4*)(in.x + token * in.stride + at));
-    *(uint4*)(memory + token * row_of_x(in.pass_columns) + 2 * column) =
-        rotate_back(v, in, channel, token);
+    *(uint4*)(memory + token * row_of_x(in.pass_columns) + 2 * (column - first_column)) = v;
   }
-#endif
-  copy_wait<0>();
   __syncthreads();
 #if INPUT == 1
   norm_rows(in, memory);
@@ -320,32 +303,6 @@ DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&su
   }
 }
 
-#if IS_AHEAD
-// The rows of some blocks to the L2.
-template <int KIND> DEV void request_blocks(const Matrix& m, int columns, int block, int last) {
-  const int rows_of_block = (m.is_pair ? 8 : 16) * TILES;
-  const int end = min(rows_of_block * last, m.rows), size = KIND == BF16 ? 2 * columns : columns;
-  for (int row = rows_of_block * block + (int)threadIdx.x; row < end; row += 32 * WARPS) {
-    request_bytes(m.weights + row * m.row_bytes, size);
-    if (m.is_pair) request_bytes(m.weights + (row + m.rows) * m.row_bytes, size);
-  }
-}
-#endif
-
-// A CTA's share of what the next launch reads, a part of it for each block of its run: it takes the
-// place in the L2 of weights that have been read.
-#if HAS_NEXT
-#define NEXT_BYTES 2048
-DEV void request_share(const Input& in, int turn, int turns) {
-  const i64 units = in.next_bytes / 16, ctas = gridDim.x;
-  const i64 first = units * blockIdx.x / ctas, count = units * (blockIdx.x + 1) / ctas - first;
-  const i64 end = 16 * (first + count * (turn + 1) / turns);
-  i64 at = 16 * (first + count * turn / turns) + (i64)threadIdx.x * NEXT_BYTES;
-  for (; at < end; at += 32 * WARPS * NEXT_BYTES)
-    request_bytes(in.next + at, (u32)min(end - at, (i64)NEXT_BYTES));
-}
-#endif
-
 // A run of blocks; a warp has units part, part + PARTS, ... of its tile of each.
 template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memory) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % PARTS;
@@ -356,12 +313,8 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
 #endif
   const int cta = blockIdx.x - m.first_cta;
   const int last = (int)((i64)(cta + 1) * m.num_blocks / m.num_ctas);
-  const int first_block = (int)((i64)cta * m.num_blocks / m.num_ctas);
-  int block = first_block;
+  int block = (int)((i64)cta * m.num_blocks / m.num_ctas);
   float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.pass_columns));
-#if IS_AHEAD
-  request_blocks<KIND>(m, in.columns, turns > STAGES ? block : block + 1, last);
-#endif
   Rows rows = find_rows<KIND>(m, block * TILES + warp / PARTS, lane);
   Unit ring[STAGES];
 #pragma unroll
@@ -402,9 +355,6 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
           fetch<KIND>(ring[stage], m, rows, next, lane % 4);
       }
     }
-#if HAS_NEXT
-    request_share(in, block - first_block, last - first_block);
-#endif
 #if PARTS > 1
     // Two buffers in turn: one barrier a block.
     float* own = all_sums + ((turn_of_sums * WARPS + warp) * OCTETS * 32 + lane) * 4;

@@ -29,12 +29,6 @@ DEV u32 load_scale_byte(const void* from) {
   asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(from));
   return v;
 }
-// Bytes to the L2, a multiple of 16. Without effect before Hopper.
-DEV void request_bytes(const void* from, u32 size) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(size) : "memory");
-#endif
-}
 DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   u32 d;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
