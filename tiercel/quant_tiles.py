@@ -9,6 +9,10 @@ that one warp reads them as whole lines, and units follow each other in the orde
 Rows and columns that fill up the last units are zeros. In a unit the fields of `_FIELDS` follow
 each other, each in the order in which the lanes of a warp take it: where a lane's bytes are 8 or
 16, those of a row's four lanes are neighbours.
+
+Codes of E2M1 are cut up besides: of the four in two bytes, bit 3 (the sign) goes to bit 15, 9, 14
+and 13, bits 2 to 0 go to bit 8, 2, 5 and 12 and down. So few shifts and masks make a bfloat16
+number of each.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ def _rows(start: int, size: int, blocks: int = 1) -> _Field:
 
 
 _E2M1 = (_Field(0, 128, (4, 2, 16), (2, 0, 1, 3)),)
+_PLACES_OF_FOUR = ((15, 6), (9, 0), (14, 3), (13, 10))  # of a sign, of the lowest of three bits
 _NIBBLES = (4, 4, 8), (1, 0, 2, 3)  # of 64 columns, of a lane: 8 columns of two groups
 _HEADER = _rows(0, 16)
 _FIELDS: Final[dict[QuantType, dict[str, tuple[_Field, ...]]]] = {
@@ -108,6 +113,8 @@ def untile_stack(weight: QuantTensor) -> QuantTensor:
     planes = dict(weight.planes)
     for name in _FIELDS[weight.qtype]:
         plane, row_bytes = planes[name], _row_bytes(weight, name)
+        if _is_cut_up(weight.qtype, name):
+            plane = _exchange(plane, _joined())
         units = plane.index_select(-1, _places(weight.qtype, name).argsort().to(plane.device))
         parts = units.view(*units.shape[:3], TILE_ROWS, -1)
         rows = parts.transpose(2, 3).flatten(3).flatten(1, 2)
@@ -140,8 +147,36 @@ def _tile_plane(plane: Tensor, weight: QuantTensor, name: str) -> Tensor:
             missing = (0, width - rows.shape[1], 0, tiles * TILE_ROWS - rows.shape[0])
             rows = torch.nn.functional.pad(rows, missing)
         parts = rows.reshape(tiles, TILE_ROWS, units, -1).transpose(1, 2).flatten(2)
-        result[expert] = parts.index_select(-1, places)
+        made = parts.index_select(-1, places)
+        result[expert] = _exchange(made, _cut_up()) if _is_cut_up(weight.qtype, name) else made
     return result
+
+
+def _is_cut_up(qtype: QuantType, name: str) -> bool:
+    return _FIELDS[qtype][name] is _E2M1
+
+
+def _exchange(codes: Tensor, table: Tensor) -> Tensor:
+    """Two bytes for two bytes."""
+    pairs = codes.contiguous().view(torch.int16).int() & 0xFFFF
+    return table.to(codes.device)[pairs].view(torch.uint8)
+
+
+@functools.cache
+def _cut_up() -> Tensor:
+    """What becomes of four codes in two bytes: (65536,) int16."""
+    four = torch.arange(1 << 16)
+    made = torch.zeros_like(four)
+    for i, (sign, lowest) in enumerate(_PLACES_OF_FOUR):
+        code = four >> 4 * i & 15
+        made |= (code >> 3) << sign | (code & 7) << lowest
+    return made.short()
+
+
+@functools.cache
+def _joined() -> Tensor:
+    """The inverse of `_cut_up`."""
+    return torch.argsort(_cut_up().int() & 0xFFFF).short()
 
 
 @functools.cache

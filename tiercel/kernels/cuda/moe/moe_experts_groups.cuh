@@ -125,7 +125,7 @@ struct IQ2XXSRow {
 
 template <class Row> struct Grouped {
   static constexpr int CODES = Row::CODES, SCALES = 0, MEANS = Row::MEANS;
-  static constexpr int TOKENS = 8, TILES = NT, ROWS = 4;
+  static constexpr int TILE_TOKENS = 8, TILES = NT, LANE_SUMS = 4;
 
   static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n, u32) {
     if constexpr (Row::IN_HALVES) {
@@ -145,7 +145,7 @@ template <class Row> struct Grouped {
     }
   }
   template <int SLOT, int N>
-  static DEV void multiply(float (&sum)[2][TILES][4], u32 slot, u32 unit, int m, int lane, u32 grid) {
+  static DEV void multiply(float (&sum)[2][N][4], u32 slot, u32 unit, int m, int lane, u32 grid) {
     const int g = lane >> 2, t = lane & 3;
     const Columns<MEANS, N> tokens(unit, m, lane);
     float own[2][N][4] = {};

@@ -56,7 +56,7 @@ constexpr int COUNTED = 2;  // tickets ahead of the chunks': CTAs that have fini
 // Of a single token: places in the order of a CTA's groups, of 32 output columns each.
 constexpr int PLACES = (TOPK + Down::GROUPS - 1) / Down::GROUPS * Down::GROUPS;
 static_assert(Gate::PARTS <= Gate::UNITS && Down::PARTS <= Down::UNITS, "parts");
-static_assert(!SINGLE || (COLUMNS == 1 && FOLDS >= TOPK), "one token");
+static_assert(!SINGLE || (COLUMNS == 1 && 32 * TOPK <= FOLDS), "one token");
 
 struct Stack {
   const u8 *codes, *scales;
@@ -87,7 +87,7 @@ struct Chunks {
   u32* pairs;      // of the chunk at hand, or of a single token
   float* weights;  // of those
   float* sums;     // of a single token: 32 output columns of its slots, of two places
-  int num;
+  int num, own_expert;  // of a single token's pair of this lane
   DEV explicit Chunks(u8* at) {
     u32* words = (u32*)at;
     pairs = words, weights = (float*)(words + HELD), flags = words + 2 * HELD;
@@ -95,6 +95,7 @@ struct Chunks {
     ranks = order + FOLDS, own = ranks + FOLDS, sums = (float*)order;  // which one token does not need
   }
   DEV int expert(const Work& w, int chunk) const {
+    if (SINGLE) return __shfl_sync(~0u, own_expert, chunk);
     return FOLDS ? own[2 * chunk] & 0xffff : (int)w.of_chunks[chunk];
   }
   DEV int size(const Work& w, int chunk) const {
@@ -110,11 +111,9 @@ struct Chunks {
   DEV void sort(const Work& w, int tid) {
     const int num_pairs = w.num_tokens * TOPK, lane = tid & 31;
 #if SINGLE
-    for (int i = tid; i < TOPK; i += THREADS_OF_CTA) {
-      own[2 * i] = (u32)w.ids[i] | 1 << 16;
-      pairs[i] = i, weights[i] = w.weights[i];
-    }
-    if (tid == 0) flags[0] = TOPK;
+    own_expert = lane < TOPK ? (int)w.ids[lane] : 0;
+    if (tid < TOPK) pairs[tid] = tid, weights[tid] = w.weights[tid];
+    num = TOPK;
 #elif FOLDS
     for (int e = tid; e < EXPERTS; e += THREADS_OF_CTA) counts[e] = 0;
     for (int i = tid; i < num_pairs; i += THREADS_OF_CTA) ranks[i] = (u32)w.ids[i];
@@ -163,21 +162,24 @@ struct Chunks {
       used += w.pairs[(i64)i * COLUMNS] < num_pairs;
     if (used) atomicAdd(flags, used);
 #endif
+#if !SINGLE
     __syncthreads();
     num = flags[0];
+#endif
   }
 };
 
 struct Range { int first, last; };  // items of a CTA
 template <class P> DEV Range own_items(int chunks) {
-  const u32 cta = blockIdx.y, ctas = gridDim.y;
-  const u64 items = (u64)chunks * P::ITEMS;
-  return {(int)(items * cta / ctas), (int)(items * (cta + 1) / ctas)};
+  const u32 cta = blockIdx.y, ctas = gridDim.y, items = chunks * P::ITEMS;
+  const u32 each = items / ctas, more = items - each * ctas;  // a division of 64 bits takes long
+  return {(int)(each * cta + min(cta, more)), (int)(each * (cta + 1) + min(cta + 1, more))};
 }
 template <int PHASE> struct Item { int chunk, place; };
 template <int PHASE> DEV Item<PHASE> find_item(int item) {
   typedef Phase<PHASE> P;
   constexpr int EACH = SINGLE && PHASE ? PLACES : P::ITEMS;
+  if (SINGLE && PHASE == 0) item = item * gridDim.y + blockIdx.y;  // chunk after chunk is finished
   const int high = item / EACH, low = item - high * EACH;
   return SINGLE && PHASE ? Item<PHASE>{low, high} : Item<PHASE>{high, low};
 }
@@ -286,34 +288,35 @@ DEV u32 peak_of(const uint4 (&v)[4]) {  // the bits of the largest magnitude, or
   for (int step = 1; step < 8; step *= 2) peak = larger(peak, __shfl_xor_sync(~0u, peak, step));
   return peak;
 }
-// m tokens of a chunk, or their h, into shared memory.
-template <int PHASE> DEV void stage_chunk(const Work& w, const u32* pairs, u32 rows, int m, int tid) {
+// m tokens of a chunk, or their h: their way into shared memory. A single token's pairs are chunks.
+template <int PHASE> struct Staging {
   typedef Phase<PHASE> P;
-  const u8* from = PHASE ? w.h : w.x;
-  for (int i = tid; i - (tid & 31) < P::UNITS * 8 * m; i += THREADS_OF_CTA) {
-    const bool is_token = i < P::UNITS * 8 * m;
+  uint4 v[4];  // 32 columns
+  DEV void load(const Work& w, const u32* pairs, int m, int i) {
+    const u8* from = PHASE ? w.h : w.x;
     const int n = i / (P::UNITS * 8), j = i - n * (P::UNITS * 8);
-    const i64 row = !is_token ? 0 : PHASE ? pairs[n] : pairs[n] / TOPK;
-    uint4 v[4];
+    const bool is_token = n < m;
+    const i64 row = SINGLE ? n : !is_token ? 0 : PHASE ? pairs[n] : pairs[n] / TOPK;
 #pragma unroll
     for (int q = 0; q < 4; ++q)
       v[q] = is_token && 32 * j + 8 * q < P::COLS
                  ? load_fresh(from + 2 * (row * P::COLS + 32 * j + 8 * q))
                  : make_uint4(0, 0, 0, 0);
-    const u32 peak = P::TOKENS == 4 ? peak_of(v) : 0;
-    const int of_chunk = SINGLE ? n * P::UNITS : 0;  // a single token's pairs are chunks
-    if (is_token)
-      P::stage(rows + ((j >> 3) + of_chunk) * unit_tokens<P>(), v, j & 7, SINGLE ? 0 : n, peak);
   }
-}
-// As many tiles as m tokens need.
-template <class P, int N>
-DEV void multiply_unit(float (&sum)[2][P::TILES][P::ROWS], u32 slot, u32 unit, int m, int lane, u32 grid) {
-  if constexpr (N > 1) {
-    if (m <= N / 2 * P::TOKENS) return multiply_unit<P, N / 2>(sum, slot, unit, m, lane, grid);
+  DEV void store(u32 rows, int m, int i) const {
+    const int n = i / (P::UNITS * 8), j = i - n * (P::UNITS * 8);
+    const u32 peak = P::TILE_TOKENS == 4 ? peak_of(v) : 0;
+    const int unit = (j >> 3) + (SINGLE ? n * P::UNITS : 0);
+    if (n < m) P::stage(rows + unit * unit_tokens<P>(), v, j & 7, SINGLE ? 0 : n, peak);
   }
-  P::template multiply<SLOT, N>(sum, slot, unit, m, lane, grid);
-}
+  // Those from `first` on.
+  static DEV void run(const Work& w, const u32* pairs, u32 rows, int first, int m, int tid) {
+    Staging own;
+    const int lane = tid & 31;  // whole warps: they find peaks together
+    for (int i = P::UNITS * 8 * first + tid; i - lane < P::UNITS * 8 * m; i += THREADS_OF_CTA)
+      own.load(w, pairs, m, i), own.store(rows, m, i);
+  }
+};
 template <class P> DEV void meet(int group) {
   if (P::PARTS > 1)
     bar_sync(1 + group, 32 * P::PARTS);
@@ -321,14 +324,14 @@ template <class P> DEV void meet(int group) {
     __syncwarp();
 }
 // A warp's sums into one of an item's slots.
-template <class P>
-DEV void put_sums(float (&sum)[2][P::TILES][P::ROWS], u32 at, int m, int lane) {
+template <class P, int N>
+DEV void put_sums(float (&sum)[2][N][P::LANE_SUMS], u32 at, int m, int lane) {
 #pragma unroll
   for (int s = 0; s < 2; ++s, at += P::SLOTS * PART_STEP)
 #pragma unroll
-    for (int nt = 0; nt < P::TILES; ++nt) {
-      float(&own)[P::ROWS] = sum[s][nt];
-      if constexpr (P::ROWS == 4) {
+    for (int nt = 0; nt < N; ++nt) {
+      float(&own)[P::LANE_SUMS] = sum[s][nt];
+      if constexpr (P::LANE_SUMS == 4) {
         const int pair = 4 * nt + (lane & 3);
         if (2 * pair < m)
           sts16(at + 128 * pair + 16 * (lane >> 2), __float_as_uint(own[0]), __float_as_uint(own[1]),
@@ -341,20 +344,24 @@ DEV void put_sums(float (&sum)[2][P::TILES][P::ROWS], u32 at, int m, int lane) {
             sts4(at + place_of(8 * r + (lane >> 2), n), __float_as_uint(own[r]));
       }
 #pragma unroll
-      for (int i = 0; i < P::ROWS; ++i) own[i] = 0;
+      for (int i = 0; i < P::LANE_SUMS; ++i) own[i] = 0;
     }
 }
-// An item, this warp's units: the sums are in `here` when its group has met.
-template <int PHASE>
+// An item, this warp's units, of as many tiles as m tokens need: the sums are in `here` when its
+// group has met.
+template <int PHASE, int N = Phase<PHASE>::TILES>
 DEV void multiply_item(const Chunks& c, const Work& w, Fetcher& f, u32 here, u32 rows, int m, int& slot) {
   typedef Phase<PHASE> P;
+  if constexpr (N > 1) {
+    if (m <= N / 2 * P::TILE_TOKENS) return multiply_item<PHASE, N / 2>(c, w, f, here, rows, m, slot);
+  }
   const int group = f.warp / P::PARTS, part = f.warp % P::PARTS;
-  float sum[2][P::TILES][P::ROWS] = {};
+  float sum[2][N][P::LANE_SUMS] = {};
   for (int u = P::UNITS * part / P::PARTS; u < P::UNITS * (part + 1) / P::PARTS; ++u) {
     copy_wait<STAGES - 1>();
     __syncwarp();
-    multiply_unit<P, P::TILES>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m, f.lane,
-                               shared_address(c.grid));
+    P::template multiply<SLOT, N>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m, f.lane,
+                                  shared_address(c.grid));
     __syncwarp();
     f.next(w, c);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -391,6 +398,12 @@ DEV float sum_of_down(const Work& w, u32 here, int expert, int i) {  // of value
   return raised<Down::TOTAL>(sum_parts<Down>(at), w.down.total, expert);
 }
 
+DEV void count_item(u32* done, int& chunk, int lane) {
+  if (chunk < 0) return;
+  __syncwarp();
+  if (lane == 0) add_release(done + chunk, 1);
+  chunk = -1;
+}
 // What a CTA owns of a phase, chunk after chunk; a single token's pairs have the same x.
 template <int PHASE>
 DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
@@ -400,6 +413,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
   const u32 mine = sums + group * (BUFFERS * 2 * P::SLOTS * PART_STEP);
   u32* done = w.tickets + COUNTED;
   int item = group < P::GROUPS ? own.first + group : own.last, buffer = 0, turn = f.warp % P::PARTS;
+  int written = -1;  // chunk of an item of a single token, which this warp has not counted yet
   for (int low = own.first; low < own.last;) {
     const int chunk = low / P::ITEMS, high = SINGLE ? own.last : min(own.last, (chunk + 1) * P::ITEMS);
     const int m = SINGLE ? 1 : c.size(w, chunk);
@@ -409,7 +423,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
     }
     if (PHASE && tid == 0) wait_for_count(done + chunk, Gate::ITEMS);
     __syncthreads();
-    stage_chunk<PHASE>(w, c.pairs, rows, m, tid);
+    if (!SINGLE || PHASE) Staging<PHASE>::run(w, c.pairs, rows, 0, m, tid);
     __syncthreads();
     for (; item < high; item += P::GROUPS) {
       const Item<PHASE> at = find_item<PHASE>(item);
@@ -425,35 +439,51 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
           const float y = sum_of_down(w, here, expert, i);
           if (row < HIDDEN) __stcg(w.y + (i64)c.pairs[i >> 5] * HIDDEN + row, y);
         }
+      if (SINGLE) {  // later: it waits until what was written is there
+        count_item(done, written, f.lane);
+        if (turn == 0) written = at.chunk;
+      }
       leave_sums<P>(group, buffer, turn);
+    }
+    if (SINGLE) {
+      count_item(done, written, f.lane);
+      break;
     }
     __syncthreads();
     if (PHASE == 0 && tid == 0) {
       __threadfence();
-      add_release(SINGLE ? done : done + chunk, high - low);
+      add_release(done + chunk, high - low);
     }
     low = high;
   }
 }
 
-// Down of a single token: all slots of 32 output columns, then their sum.
+// Down of a single token: all slots of 32 output columns, then their sum. The last turn's slots are
+// finished late, so h of the others is staged before.
 DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
   const int tid = threadIdx.x, group = f.warp / Down::PARTS;
   const u32 mine = sums + group * (BUFFERS * 2 * Down::SLOTS * PART_STEP);
   const Range own = f.ranges[1];
-  if (own.first >= own.last) return;
-  if (tid == 0) wait_for_count(w.tickets + COUNTED, TOPK * Gate::ITEMS);
-  __syncthreads();
-  stage_chunk<1>(w, c.pairs, rows, TOPK, tid);
-  __syncthreads();
   int buffer = 0, turn = f.warp % Down::PARTS;
-  for (int place = own.first / PLACES; place < own.last / PLACES; ++place) {
+  __syncthreads();
+  for (int item = own.first; item < own.last; item += PLACES) {
+    const int place = item / PLACES;
     float* slots = c.sums + (place & 1) * (32 * TOPK);
-    for (int k = group; group < Down::GROUPS && k < TOPK; k += Down::GROUPS) {
-      const u32 here = mine + buffer * (2 * Down::SLOTS * PART_STEP);
-      multiply_item<1>(c, w, f, here, rows + k * (Down::UNITS * unit_tokens<Down>()), 1, slot);
-      if (turn == 0) slots[32 * k + f.lane] = sum_of_down(w, here, c.expert(w, k), f.lane);
-      leave_sums<Down>(group, buffer, turn);
+#pragma unroll 1
+    for (int late = 0; late < 2; ++late) {
+      const int first = late ? PLACES - Down::GROUPS : 0, last = late ? TOPK : PLACES - Down::GROUPS;
+      if (item == own.first) {
+        if (first + tid < last) wait_for_count(w.tickets + COUNTED + first + tid, Gate::ITEMS);
+        __syncthreads();
+        Staging<1>::run(w, c.pairs, rows, first, last, tid);
+        __syncthreads();
+      }
+      for (int k = first + group; group < Down::GROUPS && k < last; k += Down::GROUPS) {
+        const u32 here = mine + buffer * (2 * Down::SLOTS * PART_STEP);
+        multiply_item<1>(c, w, f, here, rows + k * (Down::UNITS * unit_tokens<Down>()), 1, slot);
+        if (turn == 0) slots[32 * k + f.lane] = sum_of_down(w, here, c.expert(w, k), f.lane);
+        leave_sums<Down>(group, buffer, turn);
+      }
     }
     __syncthreads();
     const int column = 32 * place + tid;
@@ -511,16 +541,26 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_t
     }
   wait_for_inputs();
   launch_next();
+  // Ahead of the weights: behind them it would wait for as much as all rings hold.
+  Staging<0> token;
+  if (SINGLE) token.load(w, nullptr, 1, tid);
   chunks.sort(w, tid);
 
   Fetcher f;
   f.warp = __shfl_sync(~0u, tid >> 5, 0), f.lane = lane, f.slot = 0;
   f.ring = smem + f.warp * STAGES * 2 * SLOT;
   f.ranges[0] = own_items<Gate>(chunks.num), f.ranges[1] = own_items<Down>(SINGLE ? 1 : chunks.num);
-  if (SINGLE) f.ranges[1].first *= PLACES, f.ranges[1].last *= PLACES;
+  if (SINGLE) {
+    f.ranges[0] = {0, f.ranges[0].last - f.ranges[0].first};
+    f.ranges[1].first *= PLACES, f.ranges[1].last *= PLACES;
+  }
   f.start(w, chunks);
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) f.next(w, chunks);
+  if (SINGLE) {
+    token.store(smem + RING + SUMS, 1, tid);
+    Staging<0>::run(w, nullptr, smem + RING + SUMS, 0, 1, tid + THREADS_OF_CTA);
+  }
   int slot = 0;
   run_phase<0>(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
 #if SINGLE

@@ -6,8 +6,8 @@
 //             of the unit's columns, its bits as float32
 //   multiply  sum[s] += unit s of two x tokens, both with the same columns of the tokens; a unit's sum
 //             is rounded before it is added, so that it does not matter which warp adds it
-//   TOKENS    of a tile, of which there are TILES at most, and N at hand
-//   ROWS      sums of a lane: of rows g and g + 8, of tokens 2 t and 2 t + 1, or of t alone
+//   TILE_TOKENS, TILES  tokens of a tile, and tiles of COLUMNS tokens; N tiles are at hand
+//   LANE_SUMS  of a tile: of rows g and g + 8, of tokens 2 t and 2 t + 1, or of t alone
 // Lane 4 g + t holds rows g and g + 8 and, of a unit, 64 columns of its own t, whole groups of a
 // scale: so it unpacks a quarter of the scales. A token's columns are in 8 pieces of 8 for each
 // t: piece p of token n at (p * COLUMNS + n) * 64 + 16 t, its sums after all pieces.
@@ -59,7 +59,7 @@ DEV void stage_halves(u32 unit, const uint4 (&v)[4], int j, int n) {  // of Q2_K
 // 2^-15 of its unit's largest power of two. A tile of 8 columns is both digits of 4 tokens.
 struct Q2K {
   static constexpr int CODES = 1344, SCALES = 0, MEANS = 48;
-  static constexpr int TOKENS = 4, TILES = (COLUMNS + 3) / 4, ROWS = 2;
+  static constexpr int TILE_TOKENS = 4, TILES = (COLUMNS + 3) / 4, LANE_SUMS = 2;
   static constexpr u32 SUMS = COLUMNS * 512, FACTORS = COLUMNS * 544;  // of a unit's tokens
 
   struct Row {
@@ -111,7 +111,7 @@ struct Q2K {
       sts4(unit + FACTORS + 4 * n, top == 255 ? 0x7fc00000u : (top - 16) << 23);
   }
   template <int SLOT, int N>
-  static DEV void multiply(float (&sum)[2][TILES][ROWS], u32 slot, u32 unit, int m, int lane, u32) {
+  static DEV void multiply(float (&sum)[2][N][LANE_SUMS], u32 slot, u32 unit, int m, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
     const Row rows[2][2] = {{Row(slot, g, t), Row(slot, g + 8, t)},
                             {Row(slot + SLOT, g, t), Row(slot + SLOT, g + 8, t)}};
@@ -152,7 +152,7 @@ struct Q2K {
         const u32 mins[2] = {rows[s][0].mins, rows[s][1].mins};
         mma_signed(least, mins, sums, 0);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {  // powers of two: what is added is not rounded again
+        for (int r = 0; r < LANE_SUMS; ++r) {  // powers of two: what is added is not rounded again
           const int high = part[s][nt][2 * r], y = 256 * high + part[s][nt][2 * r + 1];
           const int z = 256 * least[2 * r] + least[2 * r + 1];
           const Row& row = rows[s][r];
@@ -166,7 +166,7 @@ struct Q2K {
 // ---- Q3_K: as Q2_K; the third bit of a code is bit 4 h + i of hmask[16 e + l]. Codes 2 and 3 are
 // shifted down by 4: a subnormal number has room for 8 bits.
 struct Q3K {
-  static constexpr int CODES = 1760, SCALES = 0, MEANS = 0, TOKENS = 8, TILES = NT, ROWS = 4;
+  static constexpr int CODES = 1760, SCALES = 0, MEANS = 0, TILE_TOKENS = 8, TILES = NT, LANE_SUMS = 4;
 
   struct Row {
     u32 scale[4], offset[4];  // divided by 4^(i % 2); -4 times the scale
@@ -196,7 +196,7 @@ struct Q3K {
     stage_halves(unit, v, j, n);
   }
   template <int SLOT, int N>
-  static DEV void multiply(float (&sum)[2][TILES][4], u32 slot, u32 unit, int m, int lane, u32) {
+  static DEV void multiply(float (&sum)[2][N][4], u32 slot, u32 unit, int m, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
     const Columns<MEANS, N> tokens(unit, m, lane);
 #pragma unroll
@@ -229,10 +229,11 @@ struct Q3K {
 };
 
 // ---- E2M1 with a scale for GROUP columns: MXFP4 (32, E8M0), NVFP4 (16, E4M3). Columns of a lane:
-// 64 t and up, 8 a word. A code's sign and other bits go to their places by one product.
+// 64 t and up, 8 a word, in which the bits of codes lie apart (quant_tiles.py): shifts and masks bring
+// them to the sign and to the last bits of the exponent and the first of the fraction.
 template <int GROUP> struct E2M1 {
   static constexpr int CODES = 2048, SCALES = 4096 / GROUP, MEANS = 0;
-  static constexpr int TOKENS = 8, TILES = NT, ROWS = 4;
+  static constexpr int TILE_TOKENS = 8, TILES = NT, LANE_SUMS = 4;
 
   struct Row {
     u32 scale[64 / GROUP];  // times 2^62: codes are 2^-126 of their values
@@ -249,8 +250,11 @@ template <int GROUP> struct E2M1 {
       }
     }
     DEV u32 operand(u32 codes, int o, int i) const {  // o: codes o and o + 4
-      const u32 own = (o & 2 ? codes >> 8 : codes) & (o & 1 ? 0x00f000f0u : 0x000f000fu);
-      const u32 bits = own * (o & 1 ? 0x104u : 0x1040u) & 0x81c081c0u;
+      u32 bits;
+      if (o < 2)
+        bits = (o ? codes << 6 : codes) & 0x81c081c0u;
+      else
+        bits = ((o == 2 ? codes << 3 : codes >> 4) & 0x01c001c0u) | (codes << (o - 1) & 0x80008000u);
       return fma_bf16(bits, scale[i], MINUS_ZERO);
     }
   };
@@ -264,7 +268,7 @@ template <int GROUP> struct E2M1 {
     }
   }
   template <int SLOT, int N>
-  static DEV void multiply(float (&sum)[2][TILES][4], u32 slot, u32 unit, int m, int lane, u32) {
+  static DEV void multiply(float (&sum)[2][N][4], u32 slot, u32 unit, int m, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
     const Columns<MEANS, N> tokens(unit, m, lane);
     const Row rows[2][2] = {{Row(slot, g, t), Row(slot, g + 8, t)},
