@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.dsv4_cases import poison
+from tests.dsv4_cases import captured, poison
 from tests.launches_on_cpu import encode_tensor_map
 from tests.ops.test_sparse_attention_decode import make_q
 from tests.ops.test_sparse_attention_kernel import check, expected, make_part
@@ -163,7 +163,7 @@ def test_refusals_say_why(device):
 
 
 def test_more_tokens_have_smaller_clusters():
-    assert [kernel.select_sparse_attention_tiles(n) for n in (1, 16, 17, 64, 65)] == [8, 8, 2, 2, 1]
+    assert [kernel.select_sparse_attention_tiles(n) for n in (1, 16, 17, 64, 65)] == [4, 4, 2, 2, 1]
 
 
 @pytest.mark.gpu
@@ -181,3 +181,20 @@ def test_shapes_of_the_models(num_tokens, heads, device):
     out = launch(q, parts, sink, cluster)
     check(out[:4], expected(q[:4], parts, sink))
     assert torch.equal(launch(q, parts, sink, cluster), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [17, 70])
+def test_the_op_takes_it(num_tokens, device, monkeypatch):
+    """The general kernel is not needed, and replay gives the same bits."""
+    q = torch.randn(num_tokens, 64, 512, device=device).bfloat16()
+    parts = (
+        make_part("run", "encoded", 512, 128, 128, device, num_tokens),
+        make_part("chosen", "encoded", 512, 32, 512, device, num_tokens),
+    )
+    sink = torch.randn(64, device=device)
+    monkeypatch.setattr(general, "launch_sparse_attention", None)
+    poison(device)
+    out = op.sparse_attention(q, parts, sink, 512**-0.5)
+    check(out[:4], expected(q[:4], parts, sink))
+    assert torch.equal(captured(lambda: op.sparse_attention(q, parts, sink, 512**-0.5)), out)

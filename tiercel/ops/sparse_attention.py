@@ -86,12 +86,16 @@ def _are_rows_dense(listed: Tensor | PagedEntries) -> bool:
 def _launch(q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | None, scale: float) -> Tensor:
     from tiercel.kernels.attention import sparse_attention as kernel
     from tiercel.kernels.attention import sparse_attention_decode as decode
+    from tiercel.kernels.attention import sparse_attention_tiles as tiles
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tokens, heads, head_dim = q.shape
     keys = [kernel.KeyPart(*_arguments(part)) for part in parts]
     if q.is_cuda and not decode.decode_refusal(q, keys):
         decode.launch_sparse_attention_decode(q, keys, sink, scale, out)
+        return out
+    if q.is_cuda and not tiles.tiles_refusal(q, keys):
+        tiles.launch_sparse_attention_tiles(q, keys, sink, scale, out)
         return out
     splits = kernel.num_splits(tokens, tuple(part.num_keys for part in parts))
     partial, stats = None, None
