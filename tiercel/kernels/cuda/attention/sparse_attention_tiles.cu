@@ -191,7 +191,7 @@ struct Producer {
         if (tid == 0) store_word(note + IS_LAST_AT, is_last);
       }
       if (n % 4 == 3 && n < 12 || n == 17) {
-        fence_writes();
+        // The fence is where they wait: here it would wait for the loads in flight too.
         mbar_arrive(base + FULL(ring.pair));
         ring.next();
       }
@@ -250,6 +250,7 @@ DEV void weigh(const Work& w, const TMap* q, u32 base, int tid) {
 #pragma unroll
       for (int p = 0; p < 4; ++p, ring.next()) {
         mbar_wait(base + FULL(ring.pair), ring.phase);
+        fence_writes();
         const u32 kd = uniform(mdesc(base + KEYS_AT + ring.pair * PAIR, 16));
         wg_fence();
 #pragma unroll
