@@ -11,6 +11,7 @@ from tests.ops.test_sparse_attention_decode import make_q
 from tests.ops.test_sparse_attention_kernel import check, expected, make_part
 from tiercel.kernels.attention import sparse_attention as general
 from tiercel.kernels.attention import sparse_attention_tiles as kernel
+from tiercel.kernels.attention.sparse_attention_parts import division
 from tiercel.kernels.runtime import rtc
 from tiercel.ops import sparse_attention as op
 from tiercel.ops.sparse_attention import SlottedKV
@@ -164,6 +165,14 @@ def test_refusals_say_why(device):
 
 def test_more_tokens_have_smaller_clusters():
     assert [kernel.select_sparse_attention_tiles(n) for n in (1, 16, 17, 64, 65)] == [4, 4, 2, 2, 1]
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 30, 32, 50, 128, 1000])
+def test_division_by_a_product(divisor):
+    factor, shift = division(divisor)
+    assert factor < 1 << 32
+    for n in (0, 1, divisor - 1, divisor, 123456789, 2**31 - 2, 2**31 // divisor * divisor - 1):
+        assert (n * factor >> 32 + shift if factor else n) == n // divisor
 
 
 @pytest.mark.gpu
