@@ -26,10 +26,8 @@ from tiercel.kernels.attention import (
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
 from tiercel.kernels.block import linear_group
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source, norm_warps
-from tiercel.kernels.fused import fused_decode_step, fused_layer_tail, mhc_mix_step
-from tiercel.kernels.fused.fused_decode_step_geometry import make_geometry, refuse_shape
-from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail, mhc_mix_finish
+from tiercel.kernels.fused.fused_decode_step_geometry import make_geometry, refuse_shape
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
 from tiercel.kernels.packed.packed_gemm import (

@@ -52,6 +52,8 @@ def test_llm_and_async_llm_take_the_same_options():
     defaults = {field.name: field.default for field in msgspec.structs.fields(LoadOptions)}
     for name in own.keys() - {"model", "progress"}:
         assert own[name].default == defaults[name], name
-    assert defaults.keys() - own.keys() == {"enable_fault_injection", "warm_up", "timed_steps"}
+    of_servers = {"enable_fault_injection", "warm_up", "timed_steps"}
+    of_servers |= {"replica", "num_replicas", "ranks_per_host"}
+    assert defaults.keys() - own.keys() == of_servers
     scores, others = (inspect.signature(kind.score).parameters for kind in (LLM, AsyncLLM))
     assert dict(scores) == dict(others) | {"progress": scores["progress"]}
