@@ -41,11 +41,19 @@ from tiercel.kernels.fused import fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.moe import moe_experts_gemm, moe_experts_tiles
 from tiercel.kernels.packed import packed_mmq
-from tiercel.kernels.packed.packed_gemm import TOKEN_CLASSES, gemm_source, image_source
+from tiercel.kernels.packed.packed_gemm import (
+    TOKEN_CLASSES,
+    Gate,
+    gemm_source,
+    image_source,
+    make_config,
+)
 from tiercel.kernels.packed.packed_matvec import H200, DeviceLimits
+from tiercel.kernels.packed.packed_norm import norm_source
 from tiercel.kernels.runtime import rtc
 from tiercel.kernels.speculation.ngram_index import ngram_index_source, select_ngram_index
 from tiercel.kernels.speculation.ngram_launch import ngram_source, select_ngram
+from tiercel.ops.act_mul import ACTIVATIONS
 
 HOPPER = "sm_90a"
 # Kernels of wgmma, TMA or clusters.
@@ -112,8 +120,12 @@ def packed_sources() -> Iterator[rtc.KernelSource]:
     yield from PACKED_SOURCES
     for config, name in sorted(set(gemm_cases()), key=str):
         yield gemm_source(name, torch.float16, config)
-    for name, tokens in itertools.product(("Q4_K", "Q6_K"), TOKEN_CLASSES):
-        yield image_source(name, tokens)
+    for order, tokens in itertools.product((4, 6, 32), TOKEN_CLASSES):
+        yield image_source(order, tokens)
+        yield norm_source(4096, tokens, (order,), has_update=True)
+    for activation in ACTIVATIONS:
+        config = make_config("Q4_K", TOKEN_CLASSES[0], 3, 1)
+        yield gemm_source("Q4_K", torch.float16, config, Gate(activation, 6))
     for name, in_file in itertools.product(("Q4_K", "Q6_K"), (False, True)):
         for tokens in packed_mmq.fitting_tiles(name, H200):
             config = packed_mmq.make_config(tokens)

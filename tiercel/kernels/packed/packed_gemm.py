@@ -145,7 +145,6 @@ def gemm_source(
         ("STAGES", config.stages),
         ("SPLITS", config.splits),
         ("STEPS", config.steps),
-        ("DEPTH", 2),
         ("OUT", OUT_CODES[out_dtype]),
         ("GATED", int(gate is not None)),
         ("IS_GELU", int(gate is not None and gate.activation == "gelu_tanh")),

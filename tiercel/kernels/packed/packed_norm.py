@@ -30,7 +30,7 @@ def norm_source(
 ) -> rtc.KernelSource:
     """The kernel for rows of a length, tokens of a tile, and orders of columns."""
     macros = (
-        ("UNITS", columns // UNIT_COLUMNS),
+        ("COLS", columns),
         ("TOKENS", tile),
         ("ORDER", orders[0]),
         ("SECOND", orders[1] if len(orders) > 1 else 0),

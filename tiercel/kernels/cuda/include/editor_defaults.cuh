@@ -40,19 +40,26 @@
 #define TILE 64
 #define WARPS 8
 
-// ---- packed: packed_matvec.py, packed_gemm.py, packed_mmq.py, packed_dequantize.py. Q3_K: the one
+// ---- packed: packed_matvec.py, packed_gemm.py, packed_norm.py, packed_mmq.py, packed_dequantize.py. Q3_K: the one
 // type that each header of types without code of their own can be read with.
 #define BUFFERS 2
 #define EARLY 1
+#define GATED 0
 #define GROUPS 1
+#define HAS_UPDATE 1
 #define IN_FILE 0
+#define IS_GELU 0
 #define IS_SPLIT 1
 #define MEANS 0
+#define NEXT 0
+#define ORDER 4
 #define OUT 0
 #define PARTS 8
 #define QTYPE 3
+#define SECOND 6
 #define SLOT 1760
 #define SPLITS 1
+#define STEPS 4
 #define TAIL 0
 #define WGS 3
 

@@ -2,7 +2,7 @@
 // in registers and multiplied by wgmma, 64 rows x TOKENS x 16 columns each. Layouts: at the
 // parameters. Macros: QTYPE (UnitType.code of packed_types.py), TOKENS (32, 64, 96 or 128), WGS
 // (warpgroups of 64 rows in a CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a
-// row's sum), STEPS (products between two waits), DEPTH (such batches of operands), OUT (0 fp16, 1 bf16, 2 float32), GATED (rows are of gate and of up,
+// row's sum), STEPS (products between two waits), OUT (0 fp16, 1 bf16, 2 float32), GATED (rows are of gate and of up,
 // results act(gate) * up), IS_GELU, NEXT (order of columns of the
 // image that is then written).
 //
@@ -31,7 +31,7 @@
 #define STAGE_BYTES ((X_BYTES + W_BYTES + 1023) / 1024 * 1024)
 #define HALF (ROWS / 2)
 #define SUM_STRIDE (ROWS + 4)  // floats from token to token: no bank conflicts
-constexpr int BATCHES = 16 / STEPS;
+constexpr int BATCHES = 16 / STEPS, DEPTH = 2;  // batches of operands in registers
 static_assert(TOKENS * SUM_STRIDE * 4 <= STAGES * STAGE_BYTES, "sums take the place of the ring");
 static_assert(BATCHES % DEPTH == 0, "a batch's registers are known");
 

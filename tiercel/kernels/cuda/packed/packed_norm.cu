@@ -1,12 +1,12 @@
 // packed_norm: x += update, then x / rms(x) * weight as images for packed_gemm.cu (packed_places.cuh),
 // each in its order of columns. A CTA has a token, a thread 16 columns and a step of each image.
-// Macros: UNITS (of 256 columns), TOKENS (of a tile), ORDER, SECOND (of columns; 0: no second image),
+// Macros: COLS (columns), TOKENS (of a tile), ORDER, SECOND (of columns; 0: no second image),
 // HAS_UPDATE.
 #include "packed/packed_places.cuh"
 #include "packed/packed_ptx.cuh"
 
-#define WIDTH (16 * UNITS)  // threads
-constexpr u32 SUMS = UNITS * 512;  // behind the normed row
+constexpr int UNITS = COLS / 256, WIDTH = COLS / 16;  // threads
+constexpr u32 SUMS = COLS * 2;  // behind the normed row
 
 DEV float add_up(u32 sums, float mine, int tid) {  // of all threads, in a fixed order
 #pragma unroll
