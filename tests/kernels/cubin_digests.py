@@ -37,7 +37,7 @@ from tiercel.kernels.attention import (
 from tiercel.kernels.block import block_scaled_gemm, linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
-from tiercel.kernels.fused import fused_layer_tail
+from tiercel.kernels.fused import fused_layer_tail, mhc_mix_finish
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.moe import moe_experts_gemm, moe_experts_tiles
 from tiercel.kernels.packed import packed_mmq
@@ -113,6 +113,12 @@ def fused_sources() -> Iterator[rtc.KernelSource]:
     for tokens, ranks in ((8, 2), (16, 2), (16, 8)):
         types = ChainTypes(False, False, True, v=True)
         yield fused_layer_tail.cuda_source(tokens, partition(half, types, 132, ranks))
+
+
+def mhc_sources() -> Iterator[rtc.KernelSource]:
+    """The end of a mix, DeepSeek-V4 Flash and Pro."""
+    for hidden, splits in ((4096, 32), (7168, 56)):
+        yield mhc_mix_finish.cuda_source(hidden, splits, 32)
 
 
 def packed_sources() -> Iterator[rtc.KernelSource]:
@@ -218,7 +224,8 @@ def all_sources() -> list[rtc.KernelSource]:
     sources += [*fused_sources(), *ngram_sources()]
     for ranks, dtype in itertools.product((2, 4, 8), (*ALL_REDUCE_DTYPES, GATHER)):
         sources.append(all_reduce_source(ranks, dtype))
-    sources += [*fused_sources(), *linear_group_sources(), *ngram_sources()]
+    sources += [*fused_sources(), *mhc_sources()]
+    sources += [*linear_group_sources(), *ngram_sources()]
     sources += [*fused_sources(), *ngram_sources(), *moe_sources()]
     sources += [*moe_gemm_sources(), *moe_token_sources(), *blackwell_sources()]
     return list(dict.fromkeys(sources))

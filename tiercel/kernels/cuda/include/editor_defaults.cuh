@@ -10,9 +10,10 @@
 #define TOKENS 32
 
 // ---- attention: prefill_attention.py, decode_attention_split.py, rotary_kv_write.py,
-// sparse_attention_decode.py, indexer_select.py
+// sparse_attention_decode.py, indexer_scores.py, indexer_select.py
 #define BATCH 16
 #define BLOCK_SIZE 64
+#define CAPACITY 12288
 #define CLUSTER 8
 #define COARSE_KEYS 512
 #define COLUMNS 1
@@ -22,6 +23,7 @@
 #define FINE_KEYS 128
 #define FOLDS 1
 #define GROUP_HEADS 4
+#define HAS_GROUPS 1
 #define HAS_NORMS 1
 #define IS_LONG 0
 #define IS_PART 0
@@ -31,11 +33,14 @@
 #define KV_HEADS 8
 #define LONG0 0
 #define LONG1 0
+#define LONG_VISIBLE 1
 #define MIDDLE_END 32768
 #define MIDDLE_KEYS 256
+#define MOST 262144
 #define NR 1
 #define NUM_HEADS 32
 #define PAGE 64
+#define QUERY 1
 #define SHARED_SUMS 1
 #define TILE 64
 #define WARPS 8
@@ -69,6 +74,7 @@
 #define IS_GATE_UP 1
 #define IS_NVFP4 1
 #define KINDS 7
+#define OCTETS 2
 #define TILES 1
 
 // ---- fused: fused_decode_step.py, fused_layer_tail.py
@@ -109,15 +115,18 @@
 #define DOWN_PARTS 4
 #define DOWN_TOTAL 0
 #define DOWN_TYPE 2
+#define DOWN_WARPS 4
 #define EXPERTS 256
 #define GATE_PARTS 8
 #define GATE_TOTAL 0
 #define GATE_TYPE 12
+#define GATE_WARPS 8
 #define INTER 2048
 #define KIND 12
 #define PHASE 0
 #define QUARTERS_AHEAD 11
 #define ROWS 2048
+#define SINGLE 0
 #define TOPK 6
 #define TOTAL 0
 #define UNITS_AHEAD 2
