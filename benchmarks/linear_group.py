@@ -1,4 +1,4 @@
-"""Products of 1 to 16 tokens with the matrices of DeepSeek-V4 that read the same x.
+"""Products of 1 to 8 tokens with the matrices of DeepSeek-V4 that read the same x.
 
     python -m benchmarks.linear_group --device cuda --out FILE.json
 
@@ -42,7 +42,7 @@ SHAPES = {
     "wo_b in Q8_0": (8192, (("q8", 4096),)),
 }
 GROUPS, HEAD, HALF, LIMIT, EPS = 8, 512, 32, 10.0, 1e-6
-TOKENS = {"cuda": (1, 2, 4, 8, 16), "cpu": (1,)}
+TOKENS = {"cuda": (1, 2, 4, 8), "cpu": (1,)}
 CHECKED_ROWS = 64
 
 

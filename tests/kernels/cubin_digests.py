@@ -147,8 +147,6 @@ def linear_group_sources() -> Iterator[rtc.KernelSource]:
                 columns, [128], 1, kind_of_input=given, has_q8=kinds >= 4
             )
             yield linear_group.cuda_source(kinds, given, config)
-        config = linear_group.select_linear_group(4096, [512], 16, kind_of_input=given)
-        yield linear_group.cuda_source(kinds, given, config, 2)
 
 
 def blackwell_sources() -> Iterator[rtc.KernelSource]:

@@ -365,11 +365,11 @@ def test_a_sum_with_a_norm_spills_nothing(ranks, hidden, tmp_path):
 @pytest.mark.parametrize("given", [linear_group.PLAIN, linear_group.NORMED, linear_group.ROTATED])
 def test_linear_group_keeps_its_units_in_registers(given, kinds, tiles, tmp_path):
     """Of all warps, in each CTA of a multiprocessor."""
-    for num_tokens in (1, 16):
+    for columns, num_tokens in ((4096, 1), (8192, 8)):
         config = linear_group.select_linear_group(
-            4096, [tiles], num_tokens, kind_of_input=given, has_q8=kinds == 7
+            columns, [tiles], num_tokens, kind_of_input=given, has_q8=kinds == 7
         )
-        source = linear_group.cuda_source(kinds, given, config, -(-num_tokens // 8))
+        source = linear_group.cuda_source(kinds, given, config)
         cubin = compile_here(source, tmp_path)
         check_no_spills(source, tmp_path)
         threads = 32 * config.parts * config.tiles * config.ctas

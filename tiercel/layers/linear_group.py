@@ -1,8 +1,7 @@
 """Linear layers that read the same x, in one launch where a kernel takes all of them.
 
-Elsewhere (a CPU, more than 16 tokens, formats that the kernel does not read, rounded activations, a
-lone matrix that another kernel reads faster) they are multiplied one after the other;
-`group_refusal` says why.
+Elsewhere (a CPU, more than 8 tokens, formats that the kernel does not read, rounded activations)
+they are multiplied one after the other; `group_refusal` says why.
 """
 
 from __future__ import annotations
@@ -22,11 +21,6 @@ from tiercel.ops.linear import LinearWeight
 from tiercel.ops.linear_group import GroupMatrix, GroupWeight, Q8Planes, linear_group
 from tiercel.ops.moe_experts import clamped_swiglu
 from tiercel.quant import QuantTensor
-
-# Of an FP8 matrix alone. wo_b of Flash, 8192 columns, 1, 2, 4 and 8 tokens: 13.9, 14.4, 15.1 and
-# 21.1 us here, 14.4 to 14.6 by block_matvec (H200, results/linear_group_h200.json). For any number
-# of tokens: a token's bits do not depend on how many there are.
-MOST_LONE_COLUMNS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +92,8 @@ class GroupedLinear:
         """
         matrix = GroupMatrix(self.weight, self.num_groups, out_dtype=x.dtype)
         flat = x.flatten(1)
-        if (
-            op.device_refusal(x.device)
-            or op.input_refusal(flat)
-            or op.matrix_refusal(matrix)
-            or op.rotation_refusal(x.shape[2], rotation[1])
-        ):
+        reason = op.device_refusal(x.device) or op.input_refusal(flat) or op.matrix_refusal(matrix)
+        if reason or op.rotation_refusal(x.shape[2], rotation[1]):
             x = latent_rope(x, *rotation, inverse=True)
             return grouped_linear(x, self._decoded(x.dtype), self.num_groups)
         return linear_group(flat, [matrix], rotation=(*rotation, x.shape[2]))[0]
@@ -119,8 +109,6 @@ class GroupedLinear:
 def group_refusal(x: Tensor, parts: Sequence[Linear | GateUp], norm: RMSNorm | None) -> str:
     """Why some parts are not multiplied in one launch; "" if they are."""
     reason = op.device_refusal(x.device) or op.input_refusal(x)
-    if norm is not None:
-        reason = reason or op.norm_refusal(x.shape[-1])
     if reason:
         return reason
     if norm is not None and norm.out_dtype != x.dtype:
@@ -135,10 +123,6 @@ def group_refusal(x: Tensor, parts: Sequence[Linear | GateUp], norm: RMSNorm | N
         matrices += _matrices(linear.weight, is_pair=is_pair)
     if len(matrices) > op.MAX_MATRICES:
         return f"{len(matrices)} matrices are more than {op.MAX_MATRICES}"
-    columns = x.shape[1]
-    is_lone = len(matrices) == 1 and isinstance(matrices[0].weight, QuantTensor)
-    if is_lone and columns > MOST_LONE_COLUMNS:
-        return f"{columns} columns of one FP8 matrix are more than {MOST_LONE_COLUMNS}"
     return next((text for text in map(op.matrix_refusal, matrices) if text), "")
 
 

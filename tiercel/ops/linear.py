@@ -499,7 +499,7 @@ def _multiply_native(
 def _multiply_planes(
     x: Tensor, planes: Int4Planes | Q8Planes, out_dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
-    """X @ planes^T; by Q8_0 some rows 16 at a time as it rests, more by decoded weights."""
+    """X @ planes^T; by Q8_0 some rows 8 at a time as it rests, more by decoded weights."""
     if isinstance(planes, Int4Planes):
         return linear_torch.int4_matmul(x, planes)
     out = _empty(x, planes.shape[0], out_dtype) if out is None else out

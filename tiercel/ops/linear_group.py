@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with matrices that read the same x, in one launch."""
+"""Products of up to 8 tokens with matrices that read the same x, in one launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ __all__ = [
     "input_refusal",
     "linear_group",
     "matrix_refusal",
-    "norm_refusal",
     "rotation_refusal",
 ]
 
@@ -103,6 +102,10 @@ def matrix_refusal(matrix: GroupMatrix) -> str:
     reasons = (
         (columns % unit != 0 or not columns, f"{columns} columns are no multiple of {unit}"),
         (not rows, "there are no rows"),
+        (
+            not kernel.fits(columns, MAX_TOKENS),
+            f"{columns} columns of 8 tokens do not fit in shared memory",
+        ),
         (not whole, f"{rows} rows are not {groups} groups of whole tiles"),
         (
             matrix.is_pair and (groups > 1 or weight.shape[0] % 2 != 0),
@@ -116,13 +119,6 @@ def matrix_refusal(matrix: GroupMatrix) -> str:
         ),
     )
     return next((reason for is_so, reason in reasons if is_so), "")
-
-
-def norm_refusal(columns: int) -> str:
-    """Why the kernel does not norm x of some columns; "" if it does."""
-    if kernel.fits(columns, MAX_TOKENS):
-        return ""
-    return f"{columns} columns of {MAX_TOKENS} tokens do not fit in shared memory"
 
 
 def rotation_refusal(head_dim: int, table: Tensor) -> str:
@@ -175,7 +171,7 @@ def linear_group(
     """Multiply x by several matrices, in one launch on a GPU.
 
     Args:
-        x: (tokens, groups * in) bfloat16, at most 16 tokens; rows may be strided.
+        x: (tokens, groups * in) bfloat16, at most 8 tokens; rows may be strided.
         matrices: 1 to 8, of which `matrix_refusal` refuses none, with equal numbers of columns.
         norm: weight (in,) float32 and eps of an RMSNorm that x passes first; it is rounded to
             bfloat16. None for none.
@@ -246,8 +242,7 @@ def _check(
         raise ArgumentError(
             f"linear_group: {len(matrices)} matrices.", hint=f"Pass 1 to {MAX_MATRICES}."
         )
-    of_norm = "" if norm is None else norm_refusal(matrices[0].weight.shape[-1])
-    reasons = (input_refusal(x), of_norm, *(matrix_refusal(matrix) for matrix in matrices))
+    reasons = (input_refusal(x), *(matrix_refusal(matrix) for matrix in matrices))
     reason = next((reason for reason in reasons if reason), "")
     if reason:
         raise ArgumentError(f"linear_group: {reason}.", hint="Multiply by each matrix with linear.")

@@ -10,7 +10,7 @@ from tiercel.errors import ArgumentError
 from tiercel.ops import mhc_mix_torch as torch_ops
 from tiercel.ops.rms_norm import rms_norm
 
-_MANY_STREAMS = 4  # of a step of more than 16 tokens
+_SOME_TOKENS, _SOME_STREAMS = 64, 4  # of a step of more than 16 tokens, at most
 _MOST_STREAMS, _MOST_CHANNELS = 8, 8192  # of the kernels: a token's streams stay in registers
 _FEW_TOKENS = 16  # beyond, the product runs on tensor cores
 
@@ -127,7 +127,7 @@ def mhc_mix_step(
     norm_eps: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mhc_mix_post` of one block, then `mhc_mix_pre` of the next, in one pass over the streams.
+    """`mhc_mix_post` of one block, then `mhc_mix_pre` of the next; up to 64 tokens in one pass.
 
     Args:
         streams: (T, n, hidden), as given to `mhc_mix_pre` of the block before.
@@ -186,8 +186,9 @@ def mhc_mix_step(
 
 def step_refusal(streams: Tensor, y: Tensor) -> str:
     """Why a step is no single pass over some streams; "" if it is."""
-    if streams.shape[0] > _FEW_TOKENS and streams.shape[1] != _MANY_STREAMS:
-        return f"{streams.shape[0]} tokens have {streams.shape[1]} streams"
+    num_tokens, num_streams, _ = streams.shape
+    if num_tokens > (_SOME_TOKENS if num_streams == _SOME_STREAMS else _FEW_TOKENS):
+        return f"{num_tokens} tokens of {num_streams} streams are too many"
     if y.stride(-1) != 1:
         return "the channels of y are not next to each other"
     return mhc_mix_refusal(streams, is_product=True)

@@ -1,4 +1,4 @@
-"""Up to 16 tokens times matrices of several formats that read the same x, in one launch.
+"""Up to 8 tokens times matrices of several formats that read the same x, in one launch.
 
 cuda/block/linear_group.cu multiplies tiles of 16 rows on tensor cores, from E4M3 with scales of
 blocks, Q8_0 in planes, or bfloat16. What is around the products of a DeepSeek-V4 layer is part of
@@ -6,9 +6,9 @@ the launch: the norm or the inverse rotation of x, the clamped SwiGLU of gate an
 result is added to.
 
 Floor: the planes once, x once for each CTA from L2, the results once. So a CTA whose x leaves no
-room for a second one on its multiprocessor has twice as many warps. All weights of a CTA in bulk
-requests to the L2 before the wait, and those of the next launch meanwhile, cost 1 to 7 us a launch
-and 2 to 6 us a layer: x waits behind them in the same queues (H200, printed).
+room for a second one on its multiprocessor has twice as many warps. 16 tokens are slower than one
+matrix after the other (wo_a 24.2 against 15.3 us), and requests of all weights before the wait cost
+1 to 4 us a launch (H200, printed; docs/notes/block_products.md).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch import Tensor
 
 from tiercel.kernels.runtime import rtc
 
-MAX_TOKENS = 16
-OCTET = 8  # tokens: columns of a tensor core product
+MAX_TOKENS = 8  # of a tensor core product's columns
 MAX_MATRICES = 8  # MOST_MATRICES of the kernel
 CAPABILITY = (8, 0)  # products of bfloat16
 TILE_ROWS, PAIR_ROWS = 16, 8
@@ -34,7 +33,7 @@ KINDS = ("FP8_BLOCK", "BF16", "Q8_0")  # numbers and bits of the kernel
 PLAIN, NORMED, ROTATED = 0, 1, 2  # INPUT of the kernel
 _WARPS, _MOST_WARPS = 8, 16  # of a CTA
 GROUP_ROWS = TILE_ROWS * _WARPS  # groups are multiples of them: those of a CTA at a time
-_SUM_BYTES = 2 * 512  # of a warp's sums of 8 tokens, in two buffers
+_SUM_BYTES = 2 * 512  # of a warp's sums, in two buffers
 _RESERVED_BYTES = 1 << 10  # of shared memory, by the system for each CTA
 _SM_BYTES, _CTA_BYTES = 228 << 10, 227 << 10
 _X_BYTES = 128 << 10  # of shared memory, at most, for x and sums of three CTAs
@@ -49,14 +48,12 @@ class LinearGroupConfig(NamedTuple):
         tiles: of a CTA at a time.
         stages: units of a warp in flight.
         ctas: on a multiprocessor, for the registers.
-        pass_columns: of x, in shared memory at a time; 0 for all. The order of sums is the same.
     """
 
     parts: int
     tiles: int
     stages: int
     ctas: int
-    pass_columns: int = 0
 
 
 def select_linear_group(
@@ -73,7 +70,8 @@ def select_linear_group(
     Two CTAs of 8 warps a multiprocessor; with four units a warp where they hold all blocks. Three
     where they do and two do not (router, shared w1 and w3: 8.8 us, 11.8 with two), unless their x
     leaves loads no cache: the x of CSA took 20.2 us with three for 8 tokens, 11.5 with two (H200,
-    results/linear_group_h200.json). Q8_0 and norms would spill at the 80 registers of three.
+    results/linear_group_h200.json). Q8_0 and norms would spill at the 80 registers of three. One of
+    16 warps where x has no room for two: wo_b of 8 tokens takes 16.0 us, 21.1 with 8 warps.
 
     Args:
         columns: of the matrices.
@@ -89,7 +87,7 @@ def select_linear_group(
     blocks = sum(-(-count // tiles) for count in num_tiles)
     two = LinearGroupConfig(parts, tiles, 2, 2)
     if parts > 1 and 2 * (smem_bytes(columns, num_tokens, two) + _RESERVED_BYTES) > _SM_BYTES:
-        return _split(columns, num_tokens, LinearGroupConfig(parts, _MOST_WARPS // parts, 2, 1))
+        return LinearGroupConfig(parts, _MOST_WARPS // parts, 2, 1)
     three = two._replace(ctas=3)
     has_cache = 3 * smem_bytes(columns, num_tokens, three) <= _X_BYTES
     if has_q8 or blocks > 3 * num_sms:
@@ -97,16 +95,6 @@ def select_linear_group(
     if blocks <= 2 * num_sms:
         return LinearGroupConfig(parts, tiles, 4, 2)
     return three if has_cache and kind_of_input == PLAIN else three._replace(ctas=2)
-
-
-def _split(columns: int, num_tokens: int, config: LinearGroupConfig) -> LinearGroupConfig:
-    """A launch with as few passes over the columns as fit in shared memory."""
-    turn = config.parts * config.stages * UNIT_BYTES
-    passes = 1
-    while smem_bytes(columns, num_tokens, config) > _CTA_BYTES:
-        passes += 1
-        config = config._replace(pass_columns=-(-columns // (passes * turn)) * turn)
-    return config
 
 
 def unit_columns(dtype: torch.dtype) -> int:
@@ -205,7 +193,6 @@ class _Input(ctypes.Structure):
         ("stride", _LONG),
         ("num_tokens", _INT),
         ("columns", _INT),
-        ("pass_columns", _INT),
         *((name, _POINTER) for name in ("norm_weight", "positions", "table")),
         ("eps", ctypes.c_float),
         ("head", _INT),
@@ -216,10 +203,8 @@ class _Input(ctypes.Structure):
 
 
 @functools.cache
-def cuda_source(
-    kinds: int, kind_of_input: int, config: LinearGroupConfig, octets: int = 1
-) -> rtc.KernelSource:
-    """The kernel for some formats, a bit each in the order of `KINDS`, and tokens in eights."""
+def cuda_source(kinds: int, kind_of_input: int, config: LinearGroupConfig) -> rtc.KernelSource:
+    """The kernel for some formats, a bit each in the order of `KINDS`."""
     macros = (
         ("IS_BF16", 1),
         ("KINDS", kinds),
@@ -228,26 +213,20 @@ def cuda_source(
         ("STAGES", config.stages),
         ("CTAS", config.ctas),
         ("INPUT", kind_of_input),
-        ("OCTETS", octets),
-        ("IS_SPLIT", int(config.pass_columns > 0)),
     )
     return rtc.KernelSource("linear_group", macros)
 
 
-def _octets(num_tokens: int) -> int:
-    return -(-max(1, num_tokens) // OCTET)
-
-
 def smem_bytes(columns: int, num_tokens: int, config: LinearGroupConfig) -> int:
     """Dynamic shared memory of a CTA: x, and sums of warps."""
-    warps = config.parts * config.tiles
-    sums = warps * _octets(num_tokens) * _SUM_BYTES if config.parts > 1 else 0
-    return num_tokens * (2 * (config.pass_columns or columns) + 16) + sums
+    sums = config.parts * config.tiles * _SUM_BYTES if config.parts > 1 else 0
+    return num_tokens * (2 * columns + 16) + sums
 
 
 def fits(columns: int, num_tokens: int) -> bool:
-    """Whether x fits into shared memory as a whole, which a norm needs."""
-    return select_linear_group(columns, [], num_tokens).pass_columns == 0
+    """Whether x fits into shared memory."""
+    config = select_linear_group(columns, [], num_tokens)
+    return smem_bytes(columns, num_tokens, config) <= _CTA_BYTES
 
 
 def share_ctas(num_blocks: Sequence[int], num_bytes: Sequence[int], slots: int) -> list[int]:
@@ -330,7 +309,6 @@ def launch_linear_group(
         x.stride(0),
         num_tokens,
         columns,
-        config.pass_columns or columns,
         *map(_address, (norm_weight, positions, table)),
         eps,
         given.head_dim,
@@ -338,7 +316,7 @@ def launch_linear_group(
         given.limit or 0.0,
         int(positions is not None and positions.dtype == torch.int64),
     )
-    source = cuda_source(kinds, given.kind, config, _octets(num_tokens))
+    source = cuda_source(kinds, given.kind, config)
     rtc.launch(
         rtc.load_kernel(source, x.device, smem),
         first,

@@ -1,4 +1,4 @@
-// linear_group: up to 16 tokens times matrices of several formats that read the same x, in one
+// linear_group: up to 8 tokens times matrices of several formats that read the same x, in one
 // launch. Layouts: at the parameters. Host side, floor: kernels/block/linear_group.py.
 //
 // A tile is 16 rows of a matrix, the rows of a 16 x 8 tensor core product whose columns are tokens.
@@ -14,8 +14,7 @@
 // other token.
 //
 // Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
-// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back), OCTETS (of tokens), IS_SPLIT
-// (whether x is in shared memory in passes over its columns).
+// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back).
 #include "block/linear_group_ptx.cuh"
 #include "include/attention_ptx.cuh"
 
@@ -48,7 +47,6 @@ struct Input {
   const u16* x;  // (num_tokens, ...) bf16, rows of stride elements
   i64 stride;
   int num_tokens, columns;  // of a matrix
-  int pass_columns;         // in shared memory at a time; IS_SPLIT: whole turns of all warps
   // INPUT 1: of the norm. 2: positions of tokens, (positions, 2, rotary / 2) cosines and sines.
   const float* norm_weight;
   const void* positions;
@@ -150,7 +148,7 @@ DEV int row_of_x(int columns) { return 2 * columns + 16; }
 DEV void norm_rows(const Input& in, u8* memory) {
   const int lane = threadIdx.x % 32;
   for (int token = (int)threadIdx.x / 32; token < in.num_tokens; token += WARPS) {
-    uint4* row = (uint4*)(memory + token * row_of_x(in.pass_columns));
+    uint4* row = (uint4*)(memory + token * row_of_x(in.columns));
     float squares = 0.f;
     for (int run = lane; run < in.columns / 8; run += 32) {
       const uint4 v = row[run];
@@ -201,10 +199,9 @@ DEV uint4 rotate_back(uint4 v, const Input& in, int column, int token) {
 }
 #endif
 
-// Columns of x to shared memory, from `first_column` on; for all threads of a CTA. Copies that go
-// past the registers (cp.async) took 2 to 3 us more for 8 tokens (H200, printed).
-DEV void stage_x(const Input& in, u8* memory, int first_column, int columns) {
-  const int runs = columns / 8;
+// Columns of x to shared memory, from `first_column` on; for all threads of a CTA.
+DEV void stage_x(const Input& in, u8* memory, int first_column) {
+  const int runs = in.columns / 8;
 #pragma unroll 4
   for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * WARPS) {
     const int token = i / runs, column = first_column + 8 * (i - token * runs);
@@ -212,7 +209,7 @@ DEV void stage_x(const Input& in, u8* memory, int first_column, int columns) {
 #if INPUT == 2
     v = rotate_back(v, in, column, token);
 #endif
-    *(uint4*)(memory + token * row_of_x(in.pass_columns) + 2 * (column - first_column)) = v;
+    *(uint4*)(memory + token * row_of_x(in.columns) + 2 * (column - first_column)) = v;
   }
   __syncthreads();
 #if INPUT == 1
@@ -221,22 +218,16 @@ DEV void stage_x(const Input& in, u8* memory, int first_column, int columns) {
 #endif
 }
 
-template <int KIND> DEV void multiply_unit(float (&sums)[OCTETS][4], const Matrix& m,
-                                           const Unit& unit, const Input& in, const u8* memory,
-                                           int at) {
+template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, const Unit& unit,
+                                           const Input& in, const u8* memory, int at) {
   const int lane = threadIdx.x % 32;
-  const u8* row = memory + lane / 4 * row_of_x(in.pass_columns) + 2 * at * Shape<KIND>::COLUMNS;
+  const u8* row = memory + lane / 4 * row_of_x(in.columns) + 2 * at * Shape<KIND>::COLUMNS;
 #pragma unroll
   for (int run = 0; run < Shape<KIND>::RUNS; ++run) {
     const int piece = KIND == BF16 ? run : run / 2;
-    uint4 x[OCTETS];
-#pragma unroll
-    for (int octet = 0; octet < OCTETS; ++octet) {
-      const u8* from = row + 8 * octet * row_of_x(in.pass_columns) + 2 * run_column<KIND>(run, lane % 4);
-      x[octet] = make_uint4(0, 0, 0, 0);
-      if (8 * octet + lane / 4 < in.num_tokens) x[octet] = *(const uint4*)from;
-    }
-    float part[OCTETS][4] = {};
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (lane / 4 < in.num_tokens) x = *(const uint4*)(row + 2 * run_column<KIND>(run, lane % 4));
+    float part[4] = {};
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       u32 a[4];
@@ -248,14 +239,11 @@ template <int KIND> DEV void multiply_unit(float (&sums)[OCTETS][4], const Matri
         if (KIND == FP8) widen_e4m3(bytes, a[half], a[half + 2]);
         if (KIND == Q8_0) widen_int8(bytes, a[half], a[half + 2]);
       }
-#pragma unroll
-      for (int octet = 0; octet < OCTETS; ++octet) {
-        const u32 low = word_of(x[octet], 2 * step), high = word_of(x[octet], 2 * step + 1);
-        if (KIND == BF16)
-          mma_bf16(sums[octet], a, low, high);
-        else  // columns 0 and 2, then 1 and 3, as weights are widened
-          mma_bf16(part[octet], a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
-      }
+      const u32 low = word_of(x, 2 * step), high = word_of(x, 2 * step + 1);
+      if (KIND == BF16)
+        mma_bf16(sums, a, low, high);
+      else  // columns 0 and 2, then 1 and 3, as weights are widened
+        mma_bf16(part, a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
     }
     if (KIND == BF16) continue;
     float scales[2];
@@ -266,7 +254,7 @@ template <int KIND> DEV void multiply_unit(float (&sums)[OCTETS][4], const Matri
       if (KIND == Q8_0) scales[half] = fp16_to_float((run / 2 ? s.y : s.x) >> 16 * (run % 2));
     }
 #pragma unroll
-    for (int i = 0; i < 4 * OCTETS; ++i) sums[i / 4][i % 4] += part[i / 4][i % 4] * scales[i / 2 % 2];
+    for (int i = 0; i < 4; ++i) sums[i] += part[i] * scales[i / 2];
   }
 }
 
@@ -286,13 +274,13 @@ DEV float swiglu(float gate, float up, float limit) {
   }
   return gate / (1.f + __expf(-gate)) * up;
 }
-DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&sums)[OCTETS][4]) {
+DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&sums)[4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int column = 0; column < 2 * OCTETS; ++column) {
-    const int token = 8 * (column / 2) + 2 * (lane % 4) + column % 2, row = lane / 4;
+  for (int column = 0; column < 2; ++column) {
+    const int token = 2 * (lane % 4) + column, row = lane / 4;
     if (token >= in.num_tokens) continue;
-    const float first = sums[column / 2][column % 2], second = sums[column / 2][2 + column % 2];
+    const float first = sums[column], second = sums[2 + column];
     if (m.is_pair) {
       if (8 * tile + row < m.rows)
         store(m, token, 8 * tile + row, swiglu(first, second, in.limit));
@@ -308,13 +296,10 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % PARTS;
   const int units = in.columns / Shape<KIND>::COLUMNS;
   const int turns = ((units + PARTS - 1) / PARTS + STAGES - 1) / STAGES * STAGES;
-#if IS_SPLIT
-  const int pass_turns = in.pass_columns / (PARTS * Shape<KIND>::COLUMNS);
-#endif
   const int cta = blockIdx.x - m.first_cta;
   const int last = (int)((i64)(cta + 1) * m.num_blocks / m.num_ctas);
   int block = (int)((i64)cta * m.num_blocks / m.num_ctas);
-  float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.pass_columns));
+  float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.columns));
   Rows rows = find_rows<KIND>(m, block * TILES + warp / PARTS, lane);
   Unit ring[STAGES];
 #pragma unroll
@@ -327,29 +312,21 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
     // Rows of a block have one part of x: groups are multiples of 8 tiles.
     const int first_row = 16 * TILES * block;
     const int first_column = (first_row < m.rows ? first_row : 0) / m.group_rows * in.columns;
+    if (first_column != staged) {
+      if (staged >= 0) __syncthreads();
+      stage_x(in, memory, first_column);
+      staged = first_column;
+    }
     const int tile = block * TILES + warp / PARTS;
     const bool has_next = block + 1 < last;
-    float sums[OCTETS][4] = {};
+    float sums[4] = {};
     for (int first = 0; first < turns; first += STAGES) {
-      int passed = 0;  // columns
-#if IS_SPLIT
-      passed = first / pass_turns * in.pass_columns;
-      if (first % pass_turns == 0)
-#else
-      if (first == 0)
-#endif
-        if (first_column + passed != staged) {
-          if (staged >= 0) __syncthreads();
-          staged = first_column + passed;
-          stage_x(in, memory, staged, min(in.pass_columns, in.columns - passed));
-        }
       const bool is_end = first + STAGES >= turns;  // what is fetched from here on is of the next
       if (is_end && has_next) rows = find_rows<KIND>(m, tile + TILES, lane);
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
         const int at = part + (first + stage) * PARTS;
-        if (at < units)
-          multiply_unit<KIND>(sums, m, ring[stage], in, memory - 2 * passed, at);
+        if (at < units) multiply_unit<KIND>(sums, m, ring[stage], in, memory, at);
         const int next = is_end ? part + stage * PARTS : at + STAGES * PARTS;
         if (next < units && (has_next || !is_end))
           fetch<KIND>(ring[stage], m, rows, next, lane % 4);
@@ -357,22 +334,15 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
     }
 #if PARTS > 1
     // Two buffers in turn: one barrier a block.
-    float* own = all_sums + ((turn_of_sums * WARPS + warp) * OCTETS * 32 + lane) * 4;
-#pragma unroll
-    for (int octet = 0; octet < OCTETS; ++octet) {
-      const float(&s)[4] = sums[octet];
-      *(float4*)(own + 128 * octet) = make_float4(s[0], s[1], s[2], s[3]);
-    }
+    float* own = all_sums + ((turn_of_sums * WARPS + warp) * 32 + lane) * 4;
+    *(float4*)own = make_float4(sums[0], sums[1], sums[2], sums[3]);
     __syncthreads();
     if (part) continue;
 #pragma unroll
-    for (int other = 1; other < PARTS; ++other)
-#pragma unroll
-      for (int octet = 0; octet < OCTETS; ++octet) {
-        float(&s)[4] = sums[octet];
-        const float4 v = *(const float4*)(own + 128 * (other * OCTETS + octet));
-        s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
-      }
+    for (int other = 1; other < PARTS; ++other) {
+      const float4 v = *(const float4*)(own + other * 128);
+      sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
+    }
 #endif
     store_tile(m, in, tile, sums);
   }
