@@ -37,9 +37,9 @@ from tiercel.quant_types import IQ2_XXS_GRID
 CAPABILITY: Final = (9, 0)
 TOKEN_STEP: Final = 16
 """Tokens of a tile, with its padding, are a multiple of it."""
-# Flash, Q2_K: 512 tokens, 12 an expert, 1.53 ms instead of 3.71 (H200, notes/expert_prompts.md);
-# between 64 and 512 tokens it is interpolated.
-LEAST_PAIRS: Final = 4
+# Flash, uniform routing, against moe_experts_tiles: Q2_K, 6 pairs an expert 1.42 and 0.84 ms, 12
+# 1.38 and 1.36; MXFP4, 12 1.69 and 2.04 (H200, docs/notes/expert_tiles.md).
+LEAST_PAIRS: Final = 8
 """Of an expert on average: fewer are faster with moe_experts_tiles."""
 _SMEM_BYTES: Final = 225 << 10  # of 227, less barriers and lists
 _MOST_QUARTERS: Final = 12
@@ -94,7 +94,8 @@ def make_config(kind: str, tokens: int, groups: int, units: int = 2, batch: int 
 @functools.cache
 def select_gemm(kind: str) -> GemmConfig:
     """Choose the launch of a type of weights. Pure."""
-    return make_config(kind, 128, 2)
+    # 4096 tokens of Flash: Q2_K 2.68 ms instead of 2.87 (H200, docs/notes/expert_prompts.md).
+    return make_config(kind, 128, 2, batch=2 if kind == "Q2_K" else 1)
 
 
 def gemm_refusal(shape: ExpertsShape, num_pairs: int, capability: tuple[int, int]) -> str:

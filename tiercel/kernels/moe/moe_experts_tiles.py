@@ -114,8 +114,8 @@ class TilesConfig:
     single: tuple[int, int] | None = None
 
 
-# Warps at most, stages, buffers; the first that fits is taken. 64 tokens of Flash, Q2_K: 16 warps
-# 829 us, 8 warps 1167; one token: 2 stages 26.6, 4 stages 28.9 (H200, docs/notes/expert_tiles.md).
+# Warps at most, stages, buffers; the first that fits is taken. One token of Flash, Q2_K: 2 stages
+# 20.8 us, 4 stages 22.4, 8 warps 23.4 (H200, docs/notes/expert_tiles.md).
 _LAUNCHES: Final = (
     (_WARPS, 2, 2),
     (_WARPS, 2, 1),
@@ -125,6 +125,10 @@ _LAUNCHES: Final = (
     (8, 1, 1),
 )
 _COLUMNS: Final = (1, 2, 4, 8)  # tokens of a chunk at most
+# 64 tokens of Flash, Q2_K, 1.5 pairs an expert: chunks of 4 tokens 425 us, of 8 462; skewed 332
+# and 332; MXFP4 815 and 703 (as above).
+_FEW_COLUMNS: Final = 4
+_FEW_PAIRS: Final = 2
 
 
 def num_units(columns: int) -> int:
@@ -206,6 +210,8 @@ def select_tiles(
 ) -> TilesConfig | None:
     """Choose the launch; None if shared memory is too small. Pure."""
     most = next((most for most in _COLUMNS if num_tokens <= most), _COLUMNS[-1])
+    if shape.gate == shape.down == "Q2_K" and num_tokens * shape.topk <= _FEW_PAIRS * shape.experts:
+        most = min(most, _FEW_COLUMNS)
     parts = max(select_parts(num_units(shape.hidden)), select_parts(num_units(shape.inter)))
     most_warps = min(UNITS[shape.gate].warps, UNITS[shape.down].warps)
     launches = [launch for launch in _LAUNCHES if launch[0] <= most_warps]
