@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.launches_on_cpu import compile_library, describe_failure, read_kernel
+from tests.launches_on_cpu import aligned, compile_library, describe_failure, read_kernel
 from tiercel.batch import Batch
 from tiercel.kernels.fused import fused_decode_step as kernel
 from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS, StepGeometry
@@ -76,6 +76,9 @@ def run(
         eps=weights.eps,
         scale=weights.scale,
     )
-    failure = library.run_step(ctypes.byref(args), ctypes.byref(caches), seed, late)
+    # Tensor maps are aligned to 64 bytes, which the compiler relies on.
+    buffers = [aligned(argument) for argument in (args, caches)]
+    places = (ctypes.c_void_p(place) for _, place in buffers)
+    failure = library.run_step(*places, seed, late)
     assert failure == 0, describe_failure(library, failure)
     return out

@@ -25,7 +25,6 @@
 // head), TILE (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a cache block),
 // MOST_TILES (of a group), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of
 // fused_decode_step_plan.cuh.
-#define SPLIT 1
 #include "fused/fused_decode_step_attention.cuh"
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"
@@ -103,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto multiply_by = [&](int of) {
       multiply(g, taker, smem, layer, of, gateup_parts, warp, own, residual, norm, ahead);
     };
-    if (!SPLIT)
+    if (WHOLE)  // else constants of each kind are worth code of its own
       multiply_by(kind);
     else if (kind == QKV)
       multiply_by(QKV);

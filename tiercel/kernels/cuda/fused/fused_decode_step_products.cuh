@@ -191,8 +191,9 @@ DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int
             (layer + (kind == DOWN)) & 3, lane);
   }
 }
-// Units that a warp loads while it waits for their inputs: as many as registers hold.
-constexpr int EARLY = WHOLE ? 2 : 1;
+// Units that a warp loads while it waits for their inputs. Two are faster but where units have several
+// rows, and where a CTA has two parts of o and down.
+constexpr int EARLY = PLAN_GATEUP.tile == 1 && HIDDEN_PARTS == 1 ? 2 : 1;
 // This CTA's rows of a matrix, two units at a time. Rows of q, k, v are sent as they are done, if
 // no warps share them; each 32 others make a record when the last warp has its own. A slice of down
 // begins when its inputs are there: the first ones are, while slow CTAs still compute the last of
