@@ -54,7 +54,7 @@ class Cluster:
         if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ArgumentError(
                 f"--nodes {text}: not the address of a Ray cluster.",
-                hint="Write its head's, which `ray start --head` prints, as host:port.",
+                hint="Write that of its head, which `ray start` prints, as host:port.",
             )
         try:
             return Cluster(host, int(port), own_address(host, int(port)))

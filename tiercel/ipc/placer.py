@@ -95,7 +95,7 @@ def _check_head(order: Place) -> None:
         why = error.strerror or f"no answer within {order.seconds:.3g} s"
         raise NoHostError(
             f"--nodes {order.cluster}: the head of the Ray cluster cannot be reached: {why}.",
-            hint="`ray start --head` prints its address.",
+            hint="`ray start` prints its address.",
         ) from None
 
 
