@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tiercel"
 SETTINGS = (PACKAGE / "env.py").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-# Commands of others, whose options are not ours.
-OTHERS = re.compile(r"(?:uv )?pip install[^'\";]*(?:'[^']*')?|ray start --head")
+PIP = re.compile(r"(?:uv )?pip install[^'\";]*(?:'[^']*')?")
 PIP_OPTIONS = {"no-deps", "only-binary", "disable-pip-version-check", "no-input", "progress-bar"}
 
 
@@ -67,7 +66,7 @@ def mentions(pattern):
         and path.name != "build.py"  # of the native library, a command of its own
         for line, text in texts(path)
         if not text.startswith("tiercel ")  # an example, which is read as a whole
-        for found in re.findall(pattern, OTHERS.sub("", text))
+        for found in re.findall(pattern, PIP.sub("", text))
     ]
 
 
