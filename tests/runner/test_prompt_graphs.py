@@ -73,7 +73,9 @@ def test_sizes_end_where_the_device_is_busy(hidden, heads, intermediate, largest
     weights = Decoder.weights_per_layer.fget(SimpleNamespace(config=config))
     assert padded_sizes(weights, 8192)[-1] == largest
     assert padded_sizes(weights, 100) == [16, 32, 64, 128]
-    assert padded_sizes(weights, 1) == [16]
+    assert padded_sizes(weights, 1) == [1]
+    assert padded_sizes(weights, 8) == [8]  # steps of `exact_tokens` are not padded beyond them
+    assert padded_sizes(weights, 17) == [16, 32]
 
 
 def test_a_step_of_full_size_stays_as_it_is():

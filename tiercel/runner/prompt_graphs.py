@@ -49,9 +49,9 @@ def padded_size(num_tokens: int) -> int:
 
 
 def padded_sizes(weights_per_layer: int, max_num_batched_tokens: int) -> list[int]:
-    """All sizes that steps of a model are padded to, rising."""
+    """All sizes that steps of a model are padded to, rising; one alone where steps are smaller."""
     most = min(LARGEST, max(512, _BUSY // weights_per_layer), max_num_batched_tokens)
-    sizes = [padded_size(1)]
+    sizes = [min(padded_size(1), most)]
     while sizes[-1] < most:
         sizes.append(padded_size(sizes[-1] + 1))
     return sizes
@@ -112,7 +112,7 @@ class PromptSteps:
         """
         if batch.num_tokens > self.largest or batch.num_reqs >= MAX_PADDED_REQS:
             return self._model.forward(batch)
-        size = padded_size(batch.num_tokens)
+        size = min(padded_size(batch.num_tokens), self.largest)
         plans = self._plan(batch.query_lens, batch.context_lens, batch.items, size)
         padded = self._padded.get(_key(size, plans))
         if padded is None:
