@@ -8,6 +8,7 @@ output matrix are not part of it; benchmarks/e2e_decode.py has whole steps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     make_geometry,
     refuse_shape,
 )
+from tiercel.kernels.fused.fused_decode_step_stream import StreamLayout
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_decode_step import (
     FusedDecodeStepBuilder,
@@ -66,12 +68,20 @@ class Inputs:
     batch: Batch
 
 
+def find_geometry(name: str) -> StepGeometry:
+    """The geometry of a size in the types of Q4_K_M."""
+    shape = decoder_shape(name)
+    masks = [V_AND_DOWN * has_more_bits(i, shape.num_layers) for i in range(shape.num_layers)]
+    return make_geometry(shape, masks)
+
+
+@functools.lru_cache(maxsize=1)  # one fits the memory beside the caches
 def make_model(name: str, device: torch.device) -> Model:
     """Random weights of the real shapes; layers of the same types have the same ones."""
-    shape = decoder_shape(name)
+    geometry = find_geometry(name)
+    shape, masks = geometry.shape, geometry.masks
     layers, hidden = shape.num_layers, shape.hidden_size
-    masks = [V_AND_DOWN * has_more_bits(i, layers) for i in range(layers)]
-    builder = FusedDecodeStepBuilder(make_geometry(shape, masks), device)
+    builder = FusedDecodeStepBuilder(geometry, device)
     rows = {"q": shape.q_size, "k": shape.kv_size, "v": shape.kv_size, "o": hidden, "down": hidden}
     columns = {"o": shape.q_size, "down": shape.intermediate_size}
     kinds: dict[int, dict[str, list[QuantTensor]]] = {}
@@ -163,12 +173,18 @@ class OracleLayers:
         return dense
 
 
-def make_case(name: str, model: Model, depth: int, device: torch.device) -> Case:
+def make_case(name: str, depth: int, device: torch.device) -> Case:
     """One size and depth."""
-    sizes = model.geometry.shape
+    geometry = find_geometry(name)
+    sizes = geometry.shape
     kv_bytes = sizes.num_layers * 2 * sizes.kv_size * 2 * (depth + 1)
 
+    def run(inputs: Inputs) -> Tensor:
+        weights = make_model(name, device).weights
+        return fused_decode_step(inputs.x, weights, inputs.caches, inputs.batch)
+
     def check(inputs: Inputs) -> float:
+        model = make_model(name, device)
         out = fused_decode_step(inputs.x, model.weights, inputs.caches, inputs.batch)
         layers, turn = OracleLayers(model, inputs), model.weights.rope[0]
         expected, _ = oracle.fused_decode_step(inputs.x[0], layers, turn, EPS, SCALE)
@@ -176,11 +192,11 @@ def make_case(name: str, model: Model, depth: int, device: torch.device) -> Case
 
     return Case(
         name=f"{name} Q4_K_M depth={depth}",
-        make=lambda seed: make_inputs(model, depth, device, seed),
-        run=lambda inputs: fused_decode_step(inputs.x, model.weights, inputs.caches, inputs.batch),
+        make=lambda seed: make_inputs(make_model(name, device), depth, device, seed),
+        run=run,
         check=check,
         tolerance=5e-2,  # codes of 8 bits that fall on the other side, over all layers
-        num_bytes=model.weights.stream.data.numel() + kv_bytes,
+        num_bytes=StreamLayout(geometry).num_bytes + kv_bytes,
         max_sets=1,
     )
 
@@ -192,9 +208,8 @@ def cases(device: torch.device) -> Iterator[Case]:
     others = [name for name in SHAPES if name != MAIN]
     for name in [MAIN, *others]:
         if refuse_shape(decoder_shape(name)) is None:
-            model = make_model(name, device)
             for depth in DEPTHS if name == MAIN else (DEPTH,):
-                yield make_case(name, model, depth, device)
+                yield make_case(name, depth, device)
 
 
 if __name__ == "__main__":
