@@ -114,8 +114,8 @@ def read_parameters(ptx):
         registers = re.findall(r"%\w+", line)
         if re.search(r"(?:st|atom|red)\.global", line):
             found.add("written")
-        elif "ld.global" in line:
-            found |= origins.get(re.search(r"\[\s*(%\w+)", line)[1], set())
+        elif "ld.global" in line or "shared.global" in line:  # of a copy the source comes last
+            found |= origins.get(re.findall(r"\[\s*(%\w+)", line)[-1], set())
         elif registers:
             place = re.search(r"ld\.param.*_param_(\d+)", line)
             of_sources = [origins.get(register, set()) for register in registers[1:]]
