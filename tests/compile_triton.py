@@ -112,7 +112,7 @@ def read_parameters(ptx):
     origins, found = {}, set()
     for line in ptx.splitlines():
         registers = re.findall(r"%\w+", line)
-        if re.search(r"(?:st|atom|red)\.global", line):
+        if re.search(r"\b(?:st|atom|red)\.global", line):
             found.add("written")
         elif "ld.global" in line or "shared.global" in line:  # of a copy the source comes last
             found |= origins.get(re.findall(r"\[\s*(%\w+)", line)[-1], set())
