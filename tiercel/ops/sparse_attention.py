@@ -94,7 +94,8 @@ def _launch(q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | None, scale:
     if q.is_cuda and not decode.decode_refusal(q, keys):
         decode.launch_sparse_attention_decode(q, keys, sink, scale, out)
         return out
-    if q.is_cuda and not tiles.tiles_refusal(q, keys):
+    # Few tokens with long lists are left: the general kernel spreads one over more of the GPU.
+    if q.is_cuda and tokens > decode.MOST_TOKENS and not tiles.tiles_refusal(q, keys):
         tiles.launch_sparse_attention_tiles(q, keys, sink, scale, out)
         return out
     splits = kernel.num_splits(tokens, tuple(part.num_keys for part in parts))

@@ -24,7 +24,6 @@ CAPABILITY: Final = (9, 0)  # shared memory
 GROUP: Final = 16  # scores whose best is given
 MOST_ENTRIES: Final = 262144
 MOST_HELD: Final = 16384
-LEAST_ENTRIES: Final = 2049  # fewer are one piece of the Triton kernel, which is faster
 MOST_TOKENS: Final = 64
 _THREADS: Final = 1024
 _BINS: Final = 2048
@@ -76,7 +75,7 @@ def select_refusal(num_tokens: int, max_entries: int, device: torch.device) -> s
     """Why the kernel does not choose among the scores of some tokens; "" if it does."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         return "the GPU has too little shared memory"
-    if not LEAST_ENTRIES <= max_entries <= MOST_ENTRIES or num_tokens > MOST_TOKENS:
+    if max_entries > MOST_ENTRIES or num_tokens > MOST_TOKENS:
         return f"{num_tokens} tokens, {max_entries} entries"
     return ""
 

@@ -37,10 +37,10 @@ CAPABILITY: Final = (9, 0)  # wgmma
 HEAD_DIM, HEADS, KEYS = 512, 64, 64  # of vectors; heads and keys of a tile
 _CHUNK: Final = 64 * 128  # bytes of 64 rows of 64 channels
 _NOTE: Final = 544
-# Up to so many tokens -> CTAs of a cluster, which share a token's keys. Clusters of 8 do not fill a
-# GPU where a CTA takes an SM: 16 tokens take 32.4 us in them, 19.3 in those of 4 (H200, printed
-# output).
-_CLUSTERS: Final = ((16, 4), (64, 2))
+# Up to so many tokens -> CTAs of a cluster, which share a token's keys: 64 tokens of Flash take
+# 25.2 us in clusters of 2 and 37.0 alone, 128 tokens 49.5 and 39.6 (H200,
+# results/sparse_attention_tiles_h200.json).
+_CLUSTERS: Final = ((64, 2),)
 _THREADS: Final = 512
 _RESCALE_LOG2: Final = 8.0  # a maximum that grew by less keeps the scale of sums
 SMEM_BYTES: Final = (8 + 9 * 2 + 2) * _CHUNK + 2 * _NOTE + 512 + 168
