@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from msgspec import Struct
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class PackedItems:
+class PackedItems(Struct, frozen=True):
     """Where the items of a step begin, on the host: tiles are planned from it.
 
     Attributes:
@@ -31,8 +31,7 @@ class PackedItems:
     item_start: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLengths:
+class BatchLengths(Struct, frozen=True):
     """The lengths of a step as the host knows them; attention metadata is planned from them.
 
     Attributes:

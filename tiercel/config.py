@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from tiercel.errors import ArgumentError
 
@@ -27,8 +28,7 @@ MAX_DRAFTS: Final = MAX_DECODE_QUERIES - 1  # decode attention takes these and t
 DEFAULT_DRAFTS: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
-class SpecConfig:
+class SpecConfig(Struct, frozen=True):
     """Resolved settings of speculation.
 
     Attributes:

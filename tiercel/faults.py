@@ -25,8 +25,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
+
+from msgspec import Struct
 
 from tiercel.errors import ArgumentError, OutOfMemoryError
 
@@ -55,8 +56,7 @@ class Rows(Protocol):
         """Set a row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Struct, frozen=True):
     """One fault; `value` is a row, seconds or ms, 0 where it has none; `step` 0 is the start."""
 
     kind: str
@@ -64,8 +64,7 @@ class Fault:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
+class Faults(Struct, frozen=True):
     """The faults of one engine; usually none."""
 
     faults: tuple[Fault, ...] = ()

@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Final
 
 import psutil
+from msgspec import Struct
 
 from tiercel.errors import InstallationError
 
@@ -35,8 +35,7 @@ _RECLAIMABLE: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Struct, frozen=True):
     """Main memory, in bytes.
 
     Attributes:

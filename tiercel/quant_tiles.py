@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
@@ -33,8 +34,7 @@ UNIT_COLUMNS: Final = 256
 MOST_E8M0: Final = 192  # scales of MXFP4 up to 2^65: the kernels' operands are 2^-64 of weights
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
+class _Field(Struct, frozen=True):
     """Bytes [start, start + size) of each block of a row's 256 columns.
 
     Attributes:

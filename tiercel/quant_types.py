@@ -24,8 +24,9 @@ Free of PyTorch, so that a file can be inspected without it; `quant.py` has the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 
 class QuantType(Enum):
@@ -122,8 +123,7 @@ KV_GROUP, INDEX_GROUP, SCALE_PAD = 64, 32, 8
 TILE_ROWS = 16  # output rows of a tensor-core tile, and of a tile of layout SOA
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
+class Plane(Struct, frozen=True):
     """Bytes [start, start + size) of each block, as a plane of layout SOA.
 
     Those of a group, block after block, are pieces in the order (outer, pieces, inner), or (pieces,

@@ -9,7 +9,8 @@ window counts the token itself: a group with a window of 1 keeps nothing at the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tiercel.cache.allocator import NULL_BLOCK, BlockAllocator
 from tiercel.cache.prefix import ROOT, PrefixCache, PrefixMatch
@@ -22,16 +23,14 @@ def span_blocks(num_tokens: int, block_size: int) -> int:
     return 1 + -(-(num_tokens - 1) // block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
+class GroupBlocks(Struct, frozen=True):
     """Blocks of one group: `num_blocks` with the null block; `window` in tokens, 0 for none."""
 
     num_blocks: int
     window: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BlockWrite:
+class BlockWrite(Struct, frozen=True):
     """Block ids that go into a row's block table from index `start` on."""
 
     group: int

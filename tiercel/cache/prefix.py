@@ -17,16 +17,16 @@ arXiv 2309.06180, section 4.4; the chain of vLLM's automatic prefix caching.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from tiercel.cache.allocator import NULL_BLOCK, BlockAllocator
 
 ROOT = 0  # the parent key of a first block
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(Struct, frozen=True):
     """The cached prefix of a sequence.
 
     Attributes:
@@ -41,8 +41,7 @@ class PrefixMatch:
     parent_key: int
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(Struct):
     found_under: tuple[int, tuple[int, ...]]  # parent key, token ids
     key: int
     block_ids: list[int]  # per group; NULL_BLOCK where the block was evicted

@@ -12,16 +12,15 @@ block keeps its last ones (the inputs of a compressor, of which only the last fe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
+from msgspec import Struct
 
 from tiercel.ops.prepare_step import SlotLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
+class Plane(Struct, frozen=True):
     """One array per entry of the cache: a name, a dtype and the shape of one entry."""
 
     name: str
@@ -34,8 +33,7 @@ class Plane:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class KVCacheSpec:
+class KVCacheSpec(Struct, frozen=True):
     """Cache layout of one layer, or of a part of what it keeps.
 
     Attributes:
@@ -73,8 +71,7 @@ class KVCacheSpec:
         return max(0, num_computed - self.window + 1) if self.policy == "sliding" else 0
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
+class CacheGroup(Struct, frozen=True):
     """Equal specs; `layers` are their indices in the list that `group_specs` was given."""
 
     spec: KVCacheSpec

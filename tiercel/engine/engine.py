@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from tiercel.engine.interrupts import allowed
 from tiercel.engine_config import EngineConfig
@@ -34,8 +34,7 @@ from tiercel.spec.counts import DraftCounts
 from tiercel.spec.policy import INITIAL_ACCEPTANCE, update_acceptance
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(Struct, frozen=True):
     """The new tokens of one request in one step; the request itself says whether it finished."""
 
     request: Request

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from msgspec import Struct
 
 from tiercel.errors import InvalidRequestError
 from tiercel.grammar.json_schema import refuse
@@ -35,8 +35,7 @@ _PLACE: Final = re.compile(r"^((at )?\d+\(\d+\): |failed to compile JSON schema:
 _NOTHING_FITS: Final = "no answer has the form that is asked for."
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTable:
+class TokenTable(Struct, frozen=True):
     """The tokens of a vocabulary, as a grammar needs them.
 
     Attributes:

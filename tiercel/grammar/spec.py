@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
+
+from msgspec import Struct
 
 from tiercel.grammar.json_schema import read_schema
 from tiercel.grammar.lark import LarkWriter, either, escape_regex, literal
@@ -30,8 +31,7 @@ _CLASSES: Final = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarSpec:
+class GrammarSpec(Struct, frozen=True):
     """A grammar as text, for llguidance; it may travel between processes.
 
     Attributes:
@@ -46,8 +46,7 @@ class GrammarSpec:
         return hashlib.sha256(self.text.encode()).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class ThinkingForm:
+class ThinkingForm(Struct, frozen=True):
     """How a model marks its thinking.
 
     Attributes:
@@ -61,8 +60,7 @@ class ThinkingForm:
     is_open: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CallForm:
+class CallForm(Struct, frozen=True):
     """How a model writes tool calls, as Lark elements.
 
     Attributes:

@@ -11,9 +11,9 @@ own keys from this step's projections.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch, PackedItems
@@ -31,8 +31,7 @@ from tiercel.ops.prefill_attention_plan import PlannedTiles, PrefillAttentionPla
 from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
+class AttentionShape(Struct, frozen=True):
     """Heads and masks of one layer; window 0 is full attention."""
 
     num_heads: int
@@ -42,8 +41,7 @@ class AttentionShape:
     window: int
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPlan:
+class PromptPlan(Struct, frozen=True):
     """Attention metadata that layers of one shape and cache group share in a step of long queries.
 
     Attributes:
@@ -55,8 +53,7 @@ class PromptPlan:
     tables: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
+class HeadNorms(Struct, frozen=True):
     """Weights of the norms of query and key heads, (head_dim,) float32, and their eps."""
 
     q: Tensor

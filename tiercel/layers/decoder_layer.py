@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch
@@ -13,8 +12,7 @@ from tiercel.layers.norm import RMSNorm
 from tiercel.parallel import SINGLE, Group
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
+class DecoderLayer(Struct, frozen=True):
     """Attention and MLP with their norms.
 
     The update that a part makes to the residual is added by the next norm, in the same pass; with

@@ -7,9 +7,9 @@ that serve all other steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch
@@ -34,8 +34,7 @@ from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class StepLayer:
+class StepLayer(Struct, frozen=True):
     """The parts of a layer; its norms are float32 weights, those of q and k heads two or none."""
 
     attn_norm: Tensor
@@ -114,8 +113,7 @@ def make_fused_decode_step(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(Struct, frozen=True):
     """Rows of packed matrices that form one matrix of the kernel: gate and up are two."""
 
     parts: tuple[tuple[QuantTensor, int, int], ...]

@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from tiercel import env
 from tiercel.errors import ModelNotFoundError
@@ -27,8 +28,7 @@ PIP_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = PIP_TIMEOUT_S + 60.0  # a live holder has finished by then
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
+class CatalogueEntry(Struct, frozen=True):
     """A model in a package on the user's index.
 
     Attributes:

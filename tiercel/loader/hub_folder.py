@@ -16,11 +16,11 @@ import contextlib
 import hashlib
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 import msgspec
+from msgspec import Struct
 
 from tiercel import env
 from tiercel.errors import ModelNotFoundError
@@ -47,8 +47,7 @@ class _Listing(msgspec.Struct):
     files: list[tuple[str, int, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class CachedModel:
+class CachedModel(Struct, frozen=True):
     """The complete files of a repository at a revision in the cache."""
 
     repository: str

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from msgspec import Struct
 
 from tiercel.errors import ModelNotFoundError
 from tiercel.loader.safetensors import PICKLE_SUFFIXES
@@ -36,8 +37,7 @@ _MAX_LISTED = 12  # most names in a message
 _MAX_SHOWN = 120  # most characters of a name in a message
 
 
-@dataclass(frozen=True, slots=True)
-class HubName:
+class HubName(Struct, frozen=True):
     """A checked name: `owner` and `name` are safe as folders.
 
     Attributes:
@@ -54,16 +54,14 @@ class HubName:
         return f"{self.owner}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
+class RemoteFile(Struct, frozen=True):
     """A file of a repository: its path there, unchecked, with size and digest."""
 
     name: str
     content: Content
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """The files to download.
 
     Attributes:

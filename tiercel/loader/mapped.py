@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from tiercel.quant_types import QuantType
@@ -34,8 +35,7 @@ MAX_WEIGHTS = 1 << 60  # per tensor: byte counts then stay below 2**63
 FETCH_AGAIN = "The file is cut off or damaged: fetch it again."
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(Struct, frozen=True):
     """Location of one tensor.
 
     Attributes:

@@ -17,9 +17,10 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from tiercel import env
 from tiercel.errors import ModelNotFoundError
@@ -36,8 +37,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _log = logging.getLogger("tiercel")
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Struct, frozen=True):
     """Expected content of a file.
 
     Attributes:

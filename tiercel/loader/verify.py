@@ -9,11 +9,11 @@ the bits of one chunk in memory. Integers and bytes that two values share are sk
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tiercel.loader.mapped import TensorInfo, shown
 from tiercel.quant_types import QuantType
@@ -64,8 +64,7 @@ class WeightFile(Protocol):
     def data(self, name: str) -> npt.NDArray[np.uint8]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class NonFinite:
+class NonFinite(Struct, frozen=True):
     """A tensor that contains NaN or infinity; `str()` of it is the sentence for the user.
 
     Attributes:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
 
 from tiercel.models.registry import architecture, shard_rules
 from tiercel.models.shard_check import possible_sizes
@@ -43,8 +45,7 @@ _FORM_NAMES: Final = {
 STORED: Final = _FORM_NAMES["stored"]
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(Struct, frozen=True):
     """Weights of a model at rest on a device.
 
     Attributes:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch, BatchLengths
@@ -66,8 +66,7 @@ class DraftHead(Protocol):
         """(L, vocab_size) float32 of the tokens at p + 2, from (L, state_width) of `forward`."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedProduct:
+class TimedProduct(Struct, frozen=True):
     """One kind of matrix product, for profiling.
 
     Attributes:
@@ -83,8 +82,7 @@ class TimedProduct:
     weight_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TimedAttention:
+class TimedAttention(Struct, frozen=True):
     """Attention of the layers of one kind in one step, for profiling.
 
     Attributes:

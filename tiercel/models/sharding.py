@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
+
+from msgspec import Struct
 
 from tiercel.models.config import ModelConfig
 from tiercel.models.stored import StoredWeight
@@ -26,8 +28,7 @@ COLUMNS: Final = -1
 EXPERTS: Final = -3
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(Struct, frozen=True):
     """A rank's place among those that share a model.
 
     Attributes:
@@ -74,8 +75,7 @@ class Sharding:
 WHOLE: Final = Sharding()
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """A part of a weight: [start, stop) along one of `ROWS`, `COLUMNS` and `EXPERTS`."""
 
     axis: int
@@ -98,8 +98,7 @@ class Cut:
         return columns if is_split else 0
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRules:
+class ShardRules(Struct, frozen=True):
     """How a family of models is split.
 
     Attributes:

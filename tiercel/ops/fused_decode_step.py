@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch
@@ -63,8 +63,7 @@ class StepStream:
         self._orders.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class FusedDecodeStepWeights:
+class FusedDecodeStepWeights(Struct, frozen=True):
     """The weights of all layers as `fused_decode_step` reads them.
 
     Attributes:
@@ -97,8 +96,7 @@ class FusedDecodeStepWeights:
         return self.stream.geometry
 
 
-@dataclass(frozen=True, slots=True)
-class FusedDecodeStepCaches:
+class FusedDecodeStepCaches(Struct, frozen=True):
     """Keys and values of all layers, (blocks, 64, kv_heads, head_dim) each, and their addresses."""
 
     k: tuple[Tensor, ...]

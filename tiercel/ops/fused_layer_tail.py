@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
@@ -25,8 +25,7 @@ from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class ChainWeights:
+class ChainWeights(Struct, frozen=True):
     """Weights from one attention to the next.
 
     Attributes:
@@ -75,8 +74,7 @@ class ChainWeights:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ChainExchange:
+class ChainExchange(Struct, frozen=True):
     """Memory through which activations travel; one serves all layers, for calls in one stream.
 
     Nothing is reset between calls: every CTA counts its launches, and each launch adds the same to

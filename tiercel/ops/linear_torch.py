@@ -16,9 +16,9 @@ is 30 times slower (2.0 and 0.8 ms), so planes are used in bfloat16 only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 GROUP = 32
@@ -26,8 +26,7 @@ GROUP = 32
 PACK_ROWS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Int4Planes:
+class Int4Planes(Struct, frozen=True):
     """A matrix (out, in) as `count` planes side by side.
 
     Attributes:
@@ -43,8 +42,7 @@ class Int4Planes:
     shape: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Codes:
+class _Codes(Struct, frozen=True):
     """Weights scale * q + zero: q (out, in) uint8; scale, zero (out, in / 32) float32."""
 
     q: Tensor

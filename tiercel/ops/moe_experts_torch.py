@@ -9,9 +9,8 @@ step reads the experts in use alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.ops.block_quantize_torch import round_fp8
@@ -40,8 +39,7 @@ def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
     return min(num_pairs, num_pairs // rows + num_experts)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(Struct, frozen=True):
     """Pairs in tiles.
 
     Attributes:
@@ -94,8 +92,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Struct, frozen=True):
     """Stacks of weights: w1 and w3 (experts, inter, hidden), w2 (experts, hidden, inter).
 
     Attributes:

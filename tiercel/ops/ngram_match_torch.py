@@ -23,10 +23,9 @@ with R_i >= 2 were not cut. A row that is cut leaves no room to the next row, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
@@ -36,8 +35,7 @@ NO_KEY = (1 << 62) - 1
 _CHUNK_TOKENS = 1 << 22  # compared together: bounds the memory of texts where every token matches
 
 
-@dataclass(frozen=True, slots=True)
-class _Shares:
+class _Shares(Struct, frozen=True):
     """The part of each row in the budget, before any draft; (B,) each."""
 
     is_active: Tensor
@@ -47,8 +45,7 @@ class _Shares:
     weight: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Haystack:
+class _Haystack(Struct, frozen=True):
     """A token sequence of some rows: `tokens[r, start[r] : start[r] + lens[r]]`."""
 
     tokens: Tensor

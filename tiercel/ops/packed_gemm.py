@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
@@ -28,8 +28,7 @@ TYPES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenImage:
+class TokenImage(Struct, frozen=True):
     """Tokens as `packed_gemm` reads them on a GPU.
 
     Attributes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
@@ -17,8 +16,7 @@ from tiercel.quant_types import PLANES, TILE_ROWS, Layout
 MAX_TOKENS = kernel.MAX_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
+class PackedWeight(Struct, frozen=True):
     """A quantised matrix (rows, in) at rest.
 
     Attributes:

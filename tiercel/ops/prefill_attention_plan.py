@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
@@ -25,8 +25,7 @@ from tiercel.kernels.attention.prefill_attention_tiles import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRule:
+class ScoreRule(Struct, frozen=True):
     """How the product of a query and a key becomes a score.
 
     Attributes:
@@ -40,8 +39,7 @@ class ScoreRule:
     softcap: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepLengths:
+class StepLengths(Struct, frozen=True):
     """Lengths of a step, as the host knows them.
 
     Attributes:
@@ -142,8 +140,7 @@ def _sizes(max_tiles: int, max_tokens: int, *, has_parts: bool) -> tuple[int, in
     return TILE_INTS * max_tiles, 4, 4 * -(-max_tokens // 2) * has_parts, max_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTiles:
+class PlannedTiles(Struct, frozen=True):
     """The tiles of one step on the host.
 
     Attributes:
@@ -227,8 +224,7 @@ class PlannedTiles:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PlanBuffer:
+class PlanBuffer(Struct, frozen=True):
     """Device memory for plans of one kind; a graph that reads `plan` serves all that fill it.
 
     Attributes:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(Struct, frozen=True):
     """Inputs of a model for a step with T new tokens of R requests and G cache groups.
 
     Attributes:
@@ -29,8 +27,7 @@ class StepInputs:
     slot_mapping: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SlotLayout:
+class SlotLayout(Struct, frozen=True):
     """Where the entries of tokens are in a block of each cache group.
 
     A token has the slot of an entry that it completes. The entry of position p is p % block_size //
@@ -82,8 +79,7 @@ def entry_slots(
     return torch.stack(slots)
 
 
-@dataclass(frozen=True, slots=True)
-class StepDrafts:
+class StepDrafts(Struct, frozen=True):
     """Draft tokens that follow the last token of each request in a step that verifies them.
 
     Attributes:

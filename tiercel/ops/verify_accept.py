@@ -13,9 +13,8 @@ Drafts that were sampled from probabilities may be judged by rejection sampling 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.config import ACCEPTANCE_DECAY, RETRY_STEPS
@@ -43,8 +42,7 @@ REJECTION = -1  # steps a row's key to that of the noise of rejection sampling
 LEAST_REST = 1e-10  # of max(0, p - q); below, p and q are equal but for rounding
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRows:
+class DraftRows(Struct, frozen=True):
     """Persistent columns of rows that draft; S rows, the last of them scratch.
 
     Attributes:
@@ -64,8 +62,7 @@ class DraftRows:
     num_idle: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(Struct, frozen=True):
     """The new tokens of R rows, as columns of one table: one copy brings them to the host.
 
     Attributes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tiercel.errors import ArgumentError, InternalError
 from tiercel.params import SamplingParams, shown
@@ -19,8 +19,7 @@ from tiercel.text.tokenizer import Tokenizer
 Prompt = str | Mapping[str, Sequence[int]]
 
 
-@dataclass(slots=True)
-class Completion:
+class Completion(Struct):
     """One completion of a prompt, while its request runs and after it.
 
     Attributes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tiercel.cache.prefix import ROOT
 from tiercel.grammar.spec import GrammarSpec
@@ -26,8 +27,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True):
     """Natural log-probabilities at one position, of the raw model distribution.
 
     Attributes:
@@ -41,8 +41,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUpdate:
+class TokenUpdate(Struct, frozen=True):
     """The result of one step for one request.
 
     Attributes:

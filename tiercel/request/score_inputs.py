@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tiercel.errors import ArgumentError, ContextLengthError
 from tiercel.params import LIMITS, Limits, shown
@@ -40,8 +41,7 @@ class ScoreUsage:
     mode: str
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreOutput:
+class ScoreOutput(Struct, frozen=True):
     """Scores of N items and K labels.
 
     Attributes:
@@ -62,8 +62,7 @@ class ScoreOutput:
     usage: ScoreUsage
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreJob:
+class ScoreJob(Struct, frozen=True):
     """The requests of one call, and where their values belong.
 
     Attributes:

@@ -9,10 +9,10 @@ share the prompt through the prefix cache as far as it comes first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tiercel.errors import InternalError
 from tiercel.request.inputs import InputProcessor
@@ -20,8 +20,7 @@ from tiercel.request.request import Request
 from tiercel.request.score_task import LabelTrie, Node, ScoreRead, ScoreTask
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRun:
+class ScoreRun(Struct, frozen=True):
     """The requests of some sequences, and where their values belong.
 
     Attributes:

@@ -17,15 +17,14 @@ Labels of one token have the root alone: one sequence per item, read at its last
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 TILE_TOKENS, TILE_KEYS = 32, 128  # of the attention, as it is counted
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRead:
+class ScoreRead(Struct, frozen=True):
     """One position of a sequence to read.
 
     Attributes:
@@ -37,8 +36,7 @@ class ScoreRead:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreTask:
+class ScoreTask(Struct, frozen=True):
     """The sequences of one request.
 
     Attributes:
@@ -89,8 +87,7 @@ def skipped_tiles(prefix_len: int, item_lens: Sequence[int]) -> int:
 Node = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LabelTrie:
+class LabelTrie(Struct, frozen=True):
     """The trie of some labels: the positions to read for them.
 
     Attributes:

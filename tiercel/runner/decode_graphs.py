@@ -17,12 +17,12 @@ pads none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch
@@ -42,8 +42,7 @@ LARGEST_VERIFY_BUCKET = 64
 _REPLAYS = 4  # of each graph, to time it
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
+class _Captured(Struct, frozen=True):
     """A captured graph with its inputs and results.
 
     Attributes:
@@ -65,8 +64,7 @@ class _Captured:
     results: tuple[Tensor, Tensor] | None
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedStep:
+class VerifiedStep(Struct, frozen=True):
     """A step of rows that draft; it holds until the next one is enqueued.
 
     Attributes:

@@ -9,12 +9,12 @@ the prompt come from the device's rows (`prepare_step`); items come from the hos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import PackedItems
@@ -23,8 +23,7 @@ from tiercel.runner.row_state import to_device
 from tiercel.scheduler.plan import ScheduledRow
 
 
-@dataclass(frozen=True, slots=True)
-class PackedStep:
+class PackedStep(Struct, frozen=True):
     """The host's part of a step of R requests and T tokens, some of which belong to items.
 
     Attributes:

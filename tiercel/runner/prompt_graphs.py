@@ -15,10 +15,10 @@ steps run eagerly, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch, PackedItems
@@ -68,8 +68,7 @@ def sizes_for(model: Model, config: EngineConfig) -> list[int]:
 _Key = tuple[int, tuple[Hashable, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Padded:
+class _Padded(Struct, frozen=True):
     """A size of steps.
 
     Attributes:

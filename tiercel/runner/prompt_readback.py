@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.models.model import Model
@@ -20,8 +19,7 @@ from tiercel.scheduler.plan import ScheduledRow
 LOGITS_SLICE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PromptReadback:
+class PromptReadback(Struct, frozen=True):
     """Values that were read at some prompt positions of a request.
 
     Attributes:

@@ -13,11 +13,12 @@ give up. A step of prompts and single tokens is one pass: there the host knows a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.cache.pool import CachePool
@@ -53,8 +54,7 @@ from tiercel.spec.drafter_state import ForwardOutput, Proposer
 Readback = PromptReadback | ScoreReadback | ItemTokensReadback
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRequests:
+class SampledRequests(Struct, frozen=True):
     """Results of requests that were sampled together, on the device or on their way to the host.
 
     Attributes:
@@ -72,8 +72,7 @@ class SampledRequests:
         return SampledRequests(self.requests, self.output.to_host(copies), self.widths)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """A step under way, with its results on their way to the host."""
 
     sampled: tuple[SampledRequests, ...]

@@ -12,11 +12,12 @@ as if the drafts before it were in the answer already.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, chain
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch import Tensor
 
 from tiercel.ops.sample_tokens import SampleRows, draw_torch, sample_tokens
@@ -32,8 +33,7 @@ NEG_INF = float("-inf")
 _LEAST = torch.finfo(torch.float32).tiny  # what is smaller may become 0 on its way to the rows
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsLayout:
+class LogitsLayout(Struct, frozen=True):
     """Which logits rows belong to which of R engine rows, some of which verify drafts.
 
     Attributes:
@@ -50,8 +50,7 @@ class LogitsLayout:
     planned: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Edits:
+class _Edits(Struct, frozen=True):
     """The changes that one request makes to its logits, on the device."""
 
     banned: Tensor | None = None  # (vocab_size,) bool

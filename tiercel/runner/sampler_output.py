@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.ops.sample_tokens import NO_TOKEN, NONFINITE
@@ -17,8 +18,7 @@ from tiercel.runner.host_copies import HostCopies
 PROBLEMS = {NONFINITE: "nonfinite_logits", NO_TOKEN: "no_valid_token"}
 
 
-@dataclass(frozen=True, slots=True)
-class TopLogprobs:
+class TopLogprobs(Struct, frozen=True):
     """Log-probabilities at P positions: of given tokens, and of the most likely ones.
 
     Attributes:

@@ -8,10 +8,10 @@ multiplied.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.models.model import Model
@@ -28,8 +28,7 @@ from tiercel.scheduler.plan import ScheduledRow
 ITEMS_SLICE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreReadback:
+class ScoreReadback(Struct, frozen=True):
     """Scores of a request, (count,) float32, from the value number `first` on."""
 
     request: Request
@@ -49,8 +48,7 @@ class ScoreReadback:
         self.request.is_unsound |= not bool(np.isfinite(values).all())
 
 
-@dataclass(frozen=True, slots=True)
-class ItemTokensReadback:
+class ItemTokensReadback(Struct, frozen=True):
     """The next tokens after some items of a request, from the item number `first` on.
 
     Attributes:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from tiercel.cache.manager import BlockWrite
 from tiercel.request.request import Request
 from tiercel.scheduler.step_budget import Chunk
@@ -64,8 +66,7 @@ class ScheduledRow:
         return bool(self.items) or (is_read and not request.num_items)
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(Struct, frozen=True):
     """The plan of one step.
 
     Attributes:

@@ -30,6 +30,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from msgspec import Struct
+
 BESIDE_ANSWERS_S: Final = 0.25  # of a step while answers are generated
 ALONE_S: Final = 1.0  # of a step of prompts and items alone: arrivals and aborts wait for its end
 MOST_FIXED: Final = 2.0  # a step may take so many times its fixed part, whatever the bounds above
@@ -56,8 +58,7 @@ class Chunk(NamedTuple):
         return self.num_tokens * (self.start + (self.num_tokens + 1) / 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(Struct, frozen=True):
     """Seconds of a token's matrix products, and of one key that it attends to."""
 
     token_s: float
@@ -88,8 +89,7 @@ class Pace:
     largest: int = FIRST_TOKENS // MOST_GROWTH
 
 
-@dataclass(slots=True)
-class StepRoom:
+class StepRoom(Struct):
     """The room that is left in one step.
 
     Attributes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch
@@ -12,8 +12,7 @@ from tiercel.ops.sample_tokens import SampleRows
 from tiercel.ops.verify_accept import DraftRows
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterState:
+class DrafterState(Struct, frozen=True):
     """Columns of S rows, the last of them scratch.
 
     Attributes:
@@ -29,8 +28,7 @@ class DrafterState:
     drafts: DraftRows
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardOutput:
+class ForwardOutput(Struct, frozen=True):
     """A step's batch with the states that the model's `forward` returned for it.
 
     Attributes:

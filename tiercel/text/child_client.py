@@ -14,12 +14,12 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Final
 
 import psutil
+from msgspec import Struct
 
 from tiercel.errors import InternalError
 from tiercel.text.child import isolated_command
@@ -38,8 +38,7 @@ class WorkerLostError(Exception):
         self.is_timeout = is_timeout
 
 
-@dataclass(frozen=True, slots=True)
-class ChildProgram:
+class ChildProgram(Struct, frozen=True):
     """A script that runs as a child.
 
     Attributes:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from msgspec import Struct
 from tokenizers import Tokenizer as Encoder
 
 from tiercel.errors import ArgumentError, InvalidRequestError
@@ -71,8 +71,7 @@ def _byte_alphabet() -> dict[int, int]:
 _BYTE_OF_CHAR: Final = MappingProxyType(_byte_alphabet())
 
 
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
+class SpecialTokens(Struct, frozen=True):
     """Ids with a role.
 
     Attributes:

@@ -25,10 +25,10 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from msgspec import Struct
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from tiercel.errors import ModelFormatError
@@ -71,8 +71,7 @@ _MAGIC: Final = b"TCLMRG1\n"
 _HASH_BYTES: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Encoders:
+class Encoders(Struct, frozen=True):
     """The encoders of one vocabulary; all share one model.
 
     Attributes:

@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from msgspec import Struct
 from tokenizers import AddedToken, Tokenizer
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
@@ -48,8 +48,7 @@ _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
 Json = Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFile:
+class TokenizerFile(Struct, frozen=True):
     """A checked tokenizer file; fields as in `tokenizer_data.TokenizerData`.
 
     Attributes:
@@ -326,8 +325,7 @@ def _chat_template(name: str, config: Json) -> str | None:
     return template
 
 
-@dataclass(frozen=True, slots=True)
-class _Roles:
+class _Roles(Struct, frozen=True):
     """The role of each token: from the two config files, then the file's own post-processor."""
 
     name: str

@@ -20,12 +20,12 @@ rows of their own and are merged by weights from their sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 ModelKey = tuple[torch.dtype, int, int, int]
@@ -36,8 +36,7 @@ PART_KEYS = 128  # parts end at its multiples: the page step of the CUDA kernel
 _LEAST_SAVED, _LEAST_STEPS = 5, 3
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillAttentionConfig:
+class PrefillAttentionConfig(Struct, frozen=True):
     """Which kernel, and the Triton kernel's launch.
 
     Attributes:
@@ -55,8 +54,7 @@ class PrefillAttentionConfig:
     num_stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillAttentionPlan:
+class PrefillAttentionPlan(Struct, frozen=True):
     """The tiles of one step on the device; serves all layers of one kind, on one stream.
 
     Attributes:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.runtime import rtc
@@ -102,8 +102,7 @@ def unit_columns(dtype: torch.dtype) -> int:
     return UNIT_BYTES // dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlanes:
+class GroupPlanes(Struct, frozen=True):
     """A matrix as the kernel reads it, and where its results go.
 
     Attributes:

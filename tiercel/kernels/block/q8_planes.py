@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 GROUP = 32  # columns of a scale
 
 
-@dataclass(frozen=True, slots=True)
-class Q8Planes:
+class Q8Planes(Struct, frozen=True):
     """A matrix in Q8_0.
 
     Attributes:

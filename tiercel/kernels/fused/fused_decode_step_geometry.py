@@ -21,6 +21,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from tiercel.kernels.fused.fused_refusal import CTAS, Refusal
 
 GROUPS, GROUP_WARPS = 4, 4  # of warps in a CTA; warps of one
@@ -80,8 +82,7 @@ class DecoderShape:
         return self.num_kv_heads * self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(Struct, frozen=True):
     """How the 16 warps of a CTA share a matrix.
 
     Attributes:
@@ -121,8 +122,7 @@ class RowPlan:
         return index * (self.blocks // self.slices) + min(index, self.blocks % self.slices)
 
 
-@dataclass(frozen=True, slots=True)
-class StepGeometry:
+class StepGeometry(Struct, frozen=True):
     """Everything that the kernel and its packed weights depend on.
 
     Attributes:

@@ -15,9 +15,10 @@ own, nibbles of weights i and i + 16 side by side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.fused.fused_decode_step_geometry import (
@@ -36,8 +37,7 @@ _QH_PIECES = {"Q4_K": 0, "Q6_K": 4, "Q5_K": 2}  # of a block
 _D_BYTES = {"Q4_K": 0, "Q6_K": 2, "Q5_K": 0}
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
+class _Unit(Struct, frozen=True):
     """Rows and blocks of one warp; where its bytes are in the sequence of its group."""
 
     part: int
@@ -175,8 +175,7 @@ def _matrix_sizes(geometry: StepGeometry, name: str, qtype: str) -> Tensor:
     return torch.tensor(rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Moves:
+class _Moves(Struct, frozen=True):
     """Elements of a file's planes and where they go; `to` is relative to the matrix's place."""
 
     source: Tensor

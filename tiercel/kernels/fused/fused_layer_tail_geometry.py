@@ -9,7 +9,8 @@ classes of as many slots each. Free of PyTorch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tiercel.kernels.fused.fused_refusal import (
     CTAS,  # in clusters of two; not measured with all 132 SMs of an H200
@@ -38,8 +39,7 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ChainTypes:
+class ChainTypes(Struct, frozen=True):
     """Which matrices of a launch are Q6_K and not Q4_K; `qk` and `v` are of the next layer."""
 
     o: bool
@@ -54,8 +54,7 @@ class ChainTypes:
         return any((self.o, self.gate_up, self.down, self.qk, self.v))
 
 
-@dataclass(frozen=True, slots=True)
-class ChainShape:
+class ChainShape(Struct, frozen=True):
     """Widths of the matrices between two attentions.
 
     Attributes:
@@ -79,8 +78,7 @@ class ChainShape:
         return self.qk_rows + self.v_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(Struct, frozen=True):
     """Of a launch: units of a warp in flight, unit columns of x, buffers of sums."""
 
     stages: int
@@ -99,8 +97,7 @@ _RINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(Struct, frozen=True):
     """How the rows of a shape are dealt out to CTAs.
 
     Attributes:
@@ -133,8 +130,7 @@ class Geometry:
         return self.shape.hidden // GROUP
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(Struct, frozen=True):
     """A matrix (rows, columns) of one type, such as "Q4_K"."""
 
     qtype: str

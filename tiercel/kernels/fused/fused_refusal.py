@@ -5,15 +5,14 @@ Free of PyTorch, as the geometry files of the kernels are: `tiercel inspect` use
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 CAPABILITY = (9, 0)
 CTAS = 128  # that must run side by side, one an SM
 SMEM_BYTES = 227 << 10  # all that a CTA can have
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """A reason, without the kernel's name and without a full stop."""
 
     reason: str

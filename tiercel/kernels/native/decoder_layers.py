@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.native.abi import (
@@ -38,8 +39,7 @@ _OF_STEP = ("rows", "starts", "seq_lens", "positions", "prefix_len", "item_start
 FEW_TOKENS = 64  # of a step that is one call; layers of longer ones are called one by one
 
 
-@dataclass(frozen=True, slots=True)
-class LayerParts:
+class LayerParts(Struct, frozen=True):
     """The weights of a layer. Vectors are float32 and contiguous; None where there is none.
 
     Attributes:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from tiercel import env
 from tiercel.errors import ArgumentError, InstallationError
@@ -25,8 +26,7 @@ from tiercel.kernels.native.variants import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NativeLibrary:
+class NativeLibrary(Struct, frozen=True):
     """A loaded variant.
 
     Attributes:
@@ -40,8 +40,7 @@ class NativeLibrary:
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
-class NativePool:
+class NativePool(Struct, frozen=True):
     """A thread pool of the library. It lives as long as the process.
 
     Attributes:

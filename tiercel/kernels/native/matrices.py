@@ -7,9 +7,9 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.native.abi import FILE, TILES, Weight
@@ -19,8 +19,7 @@ from tiercel.kernels.native.library import library, make_pool
 HUGE_PAGE, CHUNK_BYTES, ALIGNMENT = 2 << 20, 64 << 20, 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NativeMatrix:
+class NativeMatrix(Struct, frozen=True, eq=False):
     """A matrix (out, in) at rest.
 
     Attributes:

@@ -12,9 +12,10 @@ import hashlib
 import json
 import platform
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from tiercel.kernels.native import abi
 
@@ -28,8 +29,7 @@ _SUFFIXES: Final = {"windows": ".dll", "macos": ".dylib"}
 _SYSTEMS: Final = {"win32": "windows", "darwin": "macos"}
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(Struct, frozen=True):
     """One set of instructions.
 
     Attributes:
@@ -63,8 +63,7 @@ VARIANTS: Final = (  # the fastest first
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """What a library is compiled for.
 
     Attributes:

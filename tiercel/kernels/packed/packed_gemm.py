@@ -13,9 +13,9 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.packed.packed_matvec import BLOCK, OUT_CODES, KernelPlanes
@@ -33,8 +33,7 @@ _IMAGE_THREADS = 256
 _AT_ONCE = {1: 132, 2: 128, 3: 96, 4: 96, 6: 96, 8: 64}
 
 
-@dataclass(frozen=True, slots=True)
-class PackedGemmConfig:
+class PackedGemmConfig(Struct, frozen=True):
     """A launch.
 
     Attributes:
@@ -56,8 +55,7 @@ class PackedGemmConfig:
         return self.stages * (_stage_bytes(type_name, self.tokens, self.groups) + _BARRIER_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(Struct, frozen=True):
     """What becomes of the product with the rows of gate and up: act(gate) * up, as an image.
 
     Attributes:

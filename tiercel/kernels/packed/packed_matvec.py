@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.packed.packed_repack import TILE_ROWS
@@ -66,8 +67,7 @@ _FEW_TILES = (1, 3, 3, 1, 1)  # no SM has two: 1024 x 4096 4.8 us with two group
 _LARGE_TILES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class PackedMatvecConfig:
+class PackedMatvecConfig(Struct, frozen=True):
     """A launch.
 
     Attributes:

@@ -9,9 +9,9 @@ Floor: the planes of both matrices read once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.packed.packed_gemm import (
@@ -32,8 +32,7 @@ Sizes = tuple[int, int]
 """Columns of x, and of down."""
 
 
-@dataclass(frozen=True, slots=True)
-class MlpMatrices:
+class MlpMatrices(Struct, frozen=True):
     """The matrices of an MLP on a device.
 
     Attributes:

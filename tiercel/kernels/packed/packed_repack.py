@@ -6,17 +6,15 @@ load. `quant_types.Plane` has the order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 TILE_ROWS = 16  # output rows that share a tile
 _HALF = TILE_ROWS // 2
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(Struct, frozen=True):
     """Bytes [start, start + size) of each of `group` blocks, in pieces: see `quant.Plane`."""
 
     start: int

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 UNIT_COLUMNS = 256  # of a row, in a unit of 16 rows
 GROUP_COLUMNS = 32  # rows are multiples of this
 
 
-@dataclass(frozen=True, slots=True)
-class UnitType:
+class UnitType(Struct, frozen=True):
     """The units of a type: 16 rows x 256 columns each.
 
     Attributes:

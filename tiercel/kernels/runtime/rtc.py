@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel import env
@@ -124,8 +125,7 @@ def _source_hash(path: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(Struct, frozen=True):
     """An entry point loaded on one device; `function` is the driver's handle."""
 
     name: str
@@ -371,8 +371,7 @@ def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0)
     return Kernel(source.name, loaded.function, device, smem_bytes)
 
 
-@dataclass(slots=True)
-class _Loaded:
+class _Loaded(Struct):
     """A function on one device, and the most dynamic shared memory that its launches may have."""
 
     function: ctypes.c_void_p

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from msgspec import Struct
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class NgramBatch:
+class NgramBatch(Struct, frozen=True):
     """The tensors of a call, checked; B rows. Vectors are (B,), lengths all int64 or all int32.
 
     Attributes:
@@ -38,8 +36,7 @@ class NgramBatch:
     max_dec: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class NgramLimits:
+class NgramLimits(Struct, frozen=True):
     """Options that do not depend on the row.
 
     Attributes:

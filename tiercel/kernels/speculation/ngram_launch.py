@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.runtime import rtc
@@ -31,8 +31,7 @@ _TILES = (
 MAX_ITEMS = 2**31 - 1  # tiles of all rows are counted in int32
 
 
-@dataclass(frozen=True, slots=True)
-class NgramConfig:
+class NgramConfig(Struct, frozen=True):
     """A launch.
 
     Attributes:
