@@ -16,7 +16,9 @@ TOGGLES = [
         "INDEXER_KERNEL",
     )
 ]
-GAP = 0.05  # logits of two tokens of which either may be the larger after other roundings
+# Between the logits of two tokens of which either may be the larger after other roundings to bfloat16:
+# as for 8-bit activations; 0.25 was the most on an H200, for products by another kernel.
+GAP = 0.3
 
 
 @pytest.fixture(scope="module", autouse=True)

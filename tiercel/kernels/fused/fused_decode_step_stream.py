@@ -15,7 +15,7 @@ own, nibbles of weights i and i + 16 side by side.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from msgspec import Struct
@@ -37,7 +37,8 @@ _QH_PIECES = {"Q4_K": 0, "Q6_K": 4, "Q5_K": 2}  # of a block
 _D_BYTES = {"Q4_K": 0, "Q6_K": 2, "Q5_K": 0}
 
 
-class _Unit(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class _Unit:
     """Rows and blocks of one warp; where its bytes are in the sequence of its group."""
 
     part: int
