@@ -16,7 +16,8 @@ TOGGLES = [
         "INDEXER_KERNEL",
     )
 ]
-# Between the logits of two tokens of which either may be the larger after other roundings to bfloat16:
+# Between the logits of two tokens of which either may be the larger after other roundings to
+# bfloat16,
 # as for 8-bit activations; 0.25 was the most on an H200, for products by another kernel.
 GAP = 0.3
 
