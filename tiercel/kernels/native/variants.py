@@ -12,10 +12,9 @@ import hashlib
 import json
 import platform
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from msgspec import Struct
 
 from tiercel.kernels.native import abi
 
@@ -29,7 +28,8 @@ _SUFFIXES: Final = {"windows": ".dll", "macos": ".dylib"}
 _SYSTEMS: Final = {"win32": "windows", "darwin": "macos"}
 
 
-class Variant(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Variant:
     """One set of instructions.
 
     Attributes:
@@ -63,7 +63,8 @@ VARIANTS: Final = (  # the fastest first
 )
 
 
-class Target(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Target:
     """What a library is compiled for.
 
     Attributes:
