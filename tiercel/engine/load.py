@@ -129,6 +129,8 @@ def load_model(
     source = open_model(model, options, report)
     config = resolve_config(source, options, peers.rank)
     peers.check(facts_of(source, config, has_one_host=not options.ranks_per_host))
+    if config.device.type == "cuda":
+        torch.cuda.set_device(config.device)  # on which Triton launches
     peers.connect(config.device)
     torch.set_num_threads(config.threads)
     if config.device.type == "cpu":

@@ -166,7 +166,6 @@ def join_group(rank: int, size: int, device: torch.device, address: str) -> Grou
         RankLostError: they do not.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         env.forbid_multicast()
         env.forbid_nccl_monitor()
     group = connect(rank, size, device, address)
