@@ -49,7 +49,8 @@ DEV constexpr bool is_whole(const Plan& p) {
 constexpr bool WHOLE = is_whole(PLAN_QKV) && is_whole(PLAN_O) && is_whole(PLAN_GATEUP) &&
                        is_whole(PLAN_DOWN) && OWN_Q % 4 == 0 && OWN_KV % 4 == 0;
 DEV Plan plan_of(int kind) {
-  return kind == QKV ? PLAN_QKV : kind == O_PROJ ? PLAN_O : kind == GATEUP ? PLAN_GATEUP : PLAN_DOWN;
+  constexpr Plan qkv = PLAN_QKV, o = PLAN_O, gateup = PLAN_GATEUP, down = PLAN_DOWN;  // for nvcc
+  return kind == QKV ? qkv : kind == O_PROJ ? o : kind == GATEUP ? gateup : down;
 }
 DEV int first_block(const Plan& p, int slice) {
   return WHOLE ? 16 * slice : slice * p.least + (slice < p.extra ? slice : p.extra);
