@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
-from msgspec import Struct
 
 from tiercel.cache.manager import span_blocks
 from tiercel.cache.spec import CacheGroup
@@ -22,7 +22,8 @@ GIB = 2**30
 MOST_STEPS: Final = 2  # whose tokens have blocks at once: one runs, the next one is planned
 
 
-class Demand(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Demand:
     """The least memory in which a model runs: its weights and the cache of one sequence.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
 
-class ChainWeights(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ChainWeights:
     """Weights from one attention to the next.
 
     Attributes:

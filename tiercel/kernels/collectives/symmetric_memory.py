@@ -14,10 +14,10 @@ from __future__ import annotations
 import importlib
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
 from torch import Tensor
 
 from tiercel import env
@@ -25,7 +25,8 @@ from tiercel import env
 _TEXT_BYTES = 512  # of what a rank tells all others
 
 
-class SymmetricMemory(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class SymmetricMemory:
     """Zeroed memory of the same size on each rank of a group.
 
     Attributes:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from tiercel.kernels.native.abi import (
@@ -39,7 +38,8 @@ _OF_STEP = ("rows", "starts", "seq_lens", "positions", "prefix_len", "item_start
 FEW_TOKENS = 64  # of a step that is one call; layers of longer ones are called one by one
 
 
-class LayerParts(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class LayerParts:
     """The weights of a layer. Vectors are float32 and contiguous; None where there is none.
 
     Attributes:
