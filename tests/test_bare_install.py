@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = {
     "matplotlib",
     "opentelemetry",
-}  # modules of `bench` and `otel`, reported on use
+    "ray",
+}  # modules of `bench`, `otel` and `ray`, reported on use
 IMPORT_ALL = """
 import importlib, json, pkgutil, tiercel
 missing = {}

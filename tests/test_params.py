@@ -341,6 +341,7 @@ def test_error_tree():
         "EngineDeadError": (503, "engine_restarting"),
         "EngineDiedTwiceError": (500, "engine_died_twice"),
         "RankLostError": (503, "engine_restarting"),
+        "NoHostError": (503, "engine_restarting"),
         "InstallationError": (500, "broken_installation"),
         "BenchError": (500, "bench_failed"),
     }

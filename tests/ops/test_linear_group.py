@@ -309,8 +309,6 @@ def test_the_toggle(monkeypatch):
     assert op.device_refusal(cuda) == ""
     monkeypatch.setenv("TIERCEL_LINEAR_GROUP", "0")
     assert op.device_refusal(cuda) == "TIERCEL_LINEAR_GROUP=0"
-    monkeypatch.setenv("TIERCEL_EXACT", "1")
-    assert op.device_refusal(cuda) == "TIERCEL_EXACT=1"
 
 
 def test_op_names_the_bad_argument():
