@@ -323,14 +323,19 @@ def test_multi_item_attention_compiles_as_designed(source, tmp_path):
     assert sum("gsb0" in lines[number] for number in products) <= len(products) / 5
 
 
+# Accesses to local memory, one or two words of a thread where phases begin: what takes the registers
+# (a second early unit; code that all matrices share) was measured to be 1 to 4% faster with them.
+SPILLS = {"llama3-3b": 10, "qwen2.5-7b": 10, "qwen3-8b": 2}
+
+
 @pytest.mark.parametrize("name", STEP_SIZES)
 def test_decode_step_compiles_as_designed(name, tmp_path):
-    """640 threads an SM, at most two words of a thread in local memory: 60 bytes cost 17%."""
+    """640 threads an SM, and next to nothing in local memory: 60 bytes cost 17%."""
     source = step_source(name)
     cubin = compile_here(source, tmp_path)
     assert registers_of(cubin, tmp_path) * fused_decode_step.THREADS <= 65536
     text = ask(cubin, tmp_path, "nvdisasm", "-c")
-    assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 10
+    assert len(re.findall(r"\b(?:LDL|STL)", text)) <= SPILLS.get(name, 0)
     for instruction in ("UBLKCP", "UTMALDG", "IDP.4A.U8.S8", "HMMA.16816.F32", "USETMAXREG"):
         assert instruction in text
 
