@@ -17,8 +17,7 @@ TOGGLES = [
     )
 ]
 # Between the logits of two tokens of which either may be the larger after other roundings to
-# bfloat16,
-# as for 8-bit activations; 0.25 was the most on an H200, for products by another kernel.
+# bfloat16; 0.25 was the most on an H200, for products by another kernel.
 GAP = 0.3
 
 

@@ -323,7 +323,7 @@ def test_multi_item_attention_compiles_as_designed(source, tmp_path):
     assert sum("gsb0" in lines[number] for number in products) <= len(products) / 5
 
 
-# Accesses to local memory, one or two words of a thread where phases begin: what takes the registers
+# Accesses to local memory, a word or two of a thread where phases begin: what takes the registers
 # (a second early unit; code that all matrices share) was measured to be 1 to 4% faster with them.
 SPILLS = {"llama3-3b": 10, "qwen2.5-7b": 10, "qwen3-8b": 2}
 
