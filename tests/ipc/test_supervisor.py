@@ -353,7 +353,11 @@ def test_no_key_reaches_an_engine_process_and_a_token_only_one_that_fetches(
     async def main():
         client = make_client(offline=is_offline)
         await client.start()
-        found = Path(f"/proc/{client.pid}/environ").read_text()
+        environment = Path(f"/proc/{client.pid}/environ")
+        # exec reports success before the kernel has the new process's strings.
+        async with asyncio.timeout(10):
+            while not (found := environment.read_text()):
+                await asyncio.sleep(0.01)
         await client.close()
         return found
 
