@@ -101,10 +101,18 @@ class Steps:
         model.bind_cache(self.pools)
 
     @torch.inference_mode()
-    def step(self, counts: dict[int, int], longest: int | None = None) -> tuple[Batch, Tensor]:
+    def step(
+        self,
+        counts: dict[int, int],
+        longest: int | None = None,
+        rank_tokens: tuple[int, ...] = (),
+    ) -> tuple[Batch, Tensor]:
         """Compute so many tokens more of some rows; returns the batch and its states.
 
-        longest: bound of the lengths; None for the largest of them.
+        Args:
+            counts: tokens by row.
+            longest: bound of the lengths; None for the largest of them.
+            rank_tokens: tokens of each rank, where each has rows of its own.
         """
         device = self.token_ids.device
         rows = torch.tensor(list(counts), dtype=torch.int32, device=device)
@@ -129,6 +137,7 @@ class Steps:
             len(lengths),
             max(lengths),
             longest or max(ends),
+            rank_tokens=rank_tokens,
         )
         return batch, self.model.forward(batch)
 

@@ -73,6 +73,8 @@ class Batch:
         items: of the step; None without any.
         plans: attention metadata that was made ahead of the step, by keys of the model; its layers
             alone read it. None: they plan from the lengths.
+        rank_tokens: where each of several ranks has requests of its own, the tokens that each
+            brings to the experts, T or more of this one; empty where all have the same.
     """
 
     input_ids: Tensor
@@ -91,3 +93,4 @@ class Batch:
     max_seq_len: int
     items: PackedItems | None = None
     plans: Mapping[Hashable, object] | None = None
+    rank_tokens: tuple[int, ...] = ()

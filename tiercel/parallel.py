@@ -9,17 +9,21 @@ in the same order with tensors of the same shapes. Results have the same bits on
            kernel that reads the parts of all GPUs in the order of ranks (`SmallSums`)
 
 Everything a GPU does here is enqueued on the current stream and can be captured in a CUDA graph.
+
+Where ranks have rows of their own, each sends its rows to all (`gather_rows`), and gets back the
+sums of what all made of them (`scatter_sums`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Protocol
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -27,6 +31,8 @@ from torch import distributed as dist
 from tiercel.errors import ArgumentError, RankLostError
 
 TIMEOUT_S: Final = 30.0  # of a collective on a CPU, and for all ranks to connect
+_LENGTH_BYTES: Final = 8
+_SHORT_BYTES: Final = 4096  # of `exchange`: the results of a step of some 100 tokens
 
 
 class SmallSums(Protocol):
@@ -108,6 +114,58 @@ class Group:
         parts = self._gather(x.contiguous(), "parts of")
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim=dim)
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all ranks, one rank's after the other's.
+
+        Args:
+            x: (T, ...), at most `counts[rank]` rows; zeros are added to them.
+            counts: rows of each rank, the same on every rank.
+
+        Returns:
+            (sum of counts, ...).
+        """
+        # A collective takes equal parts; what is padded is left out of everything else.
+        parts = self._gather(_padded(x, max(counts)), "rows of")
+        if len(set(counts)) == 1:
+            return parts.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def scatter_sums(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """The sums over ranks of this rank's rows, added in the order of ranks in float32.
+
+        Args:
+            x: (sum of counts, ...) floats, a part of each sum, in the order of `gather_rows`.
+            counts: as given there.
+
+        Returns:
+            (counts[rank], ...), dtype of x.
+        """
+        most = max(counts)
+        rows = x.split(list(counts))
+        given = x if len(set(counts)) == 1 else torch.cat([_padded(part, most) for part in rows])
+        given = given.contiguous()
+        parts = torch.empty_like(given)
+        if given.numel():
+            with self._waiting_for("sums of rows", x):
+                dist.all_to_all_single(parts.view(-1), given.view(-1), group=self.processes)
+        total = parts[:most].float()
+        for rank in range(1, self.size):
+            total = total + parts[rank * most : (rank + 1) * most].float()
+        return total[: counts[self.rank]].to(x.dtype)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, of any lengths, by their CPUs; mostly in one collective."""
+        if self.size == 1:
+            return [data]
+        first = self._gather_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + data, _SHORT_BYTES)
+        lengths = [int.from_bytes(part[:_LENGTH_BYTES], "little") for part in first]
+        longest = max(lengths)
+        if longest <= _SHORT_BYTES - _LENGTH_BYTES:
+            starts = [part[_LENGTH_BYTES:] for part in first]
+        else:
+            starts = self._gather_bytes(data, longest)
+        return [start[:length] for start, length in zip(starts, lengths, strict=True)]
+
     def merge_top(self, values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The largest values of all ranks' largest ones; of equal values the lowest id first.
 
@@ -183,6 +241,13 @@ class Group:
                 dist.all_gather(list(flat_parts.unbind()), flat, group=self.processes)
         return parts
 
+    def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
+        """The first `length` bytes of all ranks, with zeros behind what is shorter."""
+        own = torch.zeros(length, dtype=torch.uint8)
+        known = np.frombuffer(data[:length], np.uint8)
+        own[: len(known)] = torch.from_numpy(known.copy())
+        return [part.numpy().tobytes() for part in self._gather(own, "results of").unbind()]
+
     def _small(self, x: Tensor) -> SmallSums | None:
         """The kernels for a tensor, if they take it."""
         small = self.small_sums
@@ -202,6 +267,14 @@ class Group:
 
 
 SINGLE: Final = Group()
+
+
+def _padded(x: Tensor, count: int) -> Tensor:
+    """x with rows of zeros after it, up to `count`; contiguous."""
+    missing = count - x.shape[0]
+    if not missing:
+        return x.contiguous()
+    return torch.cat((x, x.new_zeros((missing, *x.shape[1:]))))
 
 
 def connect(

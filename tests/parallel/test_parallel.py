@@ -56,6 +56,52 @@ def test_parts_are_gathered_in_the_order_of_ranks(two_ranks, dim):
         assert np.array_equal(found, bits(expected))
 
 
+def rows_of(rank, count, dtype):
+    return part_of(rank, (count, 3, 2), dtype)
+
+
+def gather_and_scatter(group, counts, dtype):
+    """Rows of all ranks, and the sums of what each rank adds to them."""
+    # One row fewer than planned, where there is one: a zero takes its place.
+    own = rows_of(group.rank, counts[group.rank], dtype)[: max(1, counts[group.rank] - 1)]
+    rows = group.gather_rows(own, counts)
+    part = part_of(group.rank, (sum(counts), 7), dtype)
+    return bits(rows), bits(group.scatter_sums(part, counts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", [(4, 1, 7, 3), (3, 3, 3, 3), (1, 1, 1, 9)], ids=str)
+def test_rows_come_together_and_each_rank_gets_its_sums(four_ranks, counts, dtype):
+    rows = []
+    for rank, count in enumerate(counts):
+        own = rows_of(rank, count, dtype)
+        own[max(1, count - 1) :] = 0
+        rows.append(own)
+    total = part_of(0, (sum(counts), 7), dtype).float()
+    for rank in range(1, 4):
+        total = total + part_of(rank, (sum(counts), 7), dtype).float()
+    sums = total.to(dtype).split(list(counts))
+    for rank, (found, own_sums) in enumerate(four_ranks.run(gather_and_scatter, counts, dtype)):
+        assert np.array_equal(found, bits(torch.cat(rows)))
+        assert np.array_equal(own_sums, bits(sums[rank]))
+
+
+def bytes_of(rank, length):
+    return bytes((rank + place) % 256 for place in range(length))
+
+
+def exchange(group, lengths):
+    return group.exchange(bytes_of(group.rank, lengths[group.rank]))
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (4088, 1), (4089, 3), (20_000, 0)], ids=str)
+def test_bytes_of_any_length_are_exchanged(two_ranks, lengths):
+    """Those that fit the first collective, and longer ones."""
+    wanted = [bytes_of(rank, length) for rank, length in enumerate(lengths)]
+    assert two_ranks.run(exchange, lengths) == [wanted, wanted]
+    assert SINGLE.exchange(b"abc") == [b"abc"]
+
+
 def top_of(rank, logits, count):
     """The largest values of a rank's columns, in the order that `merge_top` asks for."""
     columns = logits.shape[1] // 4

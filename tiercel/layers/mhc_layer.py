@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,15 +25,22 @@ class HyperLayer:
     moe_norm: RMSNorm
     moe: MoE
 
-    def __call__(self, residual: Residual, token_ids: Tensor, step: StepIndex) -> Residual:
+    def __call__(
+        self,
+        residual: Residual,
+        token_ids: Tensor,
+        step: StepIndex,
+        rank_tokens: Sequence[int] = (),
+    ) -> Residual:
         """Pass the streams through the layer.
 
         Args:
             residual: of the layer before, streams in the dtype of states.
-            token_ids: (T,) int32, the input tokens.
+            token_ids: see `MoE`.
             step: shared by the layers.
+            rank_tokens: see `Batch`.
         """
         x, streams, weights = self.attn_mix.enter(residual, self.attn_norm)
         y = self.attention(x, step)
         x, streams, weights = self.moe_mix.enter(Residual(streams, (y, *weights)), self.moe_norm)
-        return Residual(streams, (self.moe(x, token_ids), *weights))
+        return Residual(streams, (self.moe(x, token_ids, rank_tokens), *weights))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +67,8 @@ class MoE:
     """Routed experts and the shared one.
 
     Ranks that share a model have a part of the inner width of every expert, or whole ones of their
-    own. Either way the outputs of all are sums over ranks, and are added together, once.
+    own. Either way the outputs of all are sums over ranks, and are added together, once. Where each
+    rank has tokens of its own, the rows of all come together first, and each gets its own sums.
 
     Attributes:
         router: chooses experts.
@@ -86,11 +88,21 @@ class MoE:
     group: Group = SINGLE
     own: range | None = None
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, token_ids: Tensor, rank_tokens: Sequence[int] = ()) -> Tensor:
         """(T, hidden) normed to (T, hidden) float32.
 
-        token_ids: (T,) int32, the input tokens, for a table.
+        Args:
+            x: of this rank's tokens.
+            token_ids: the input tokens, int32, for a table: (T,), or those of all ranks.
+            rank_tokens: see `Batch`.
         """
+        if not rank_tokens:
+            return self.group.all_reduce(self._own_part(x, token_ids))
+        part = self._own_part(self.group.gather_rows(x, rank_tokens), token_ids)
+        return self.group.scatter_sums(part, rank_tokens)[: x.shape[0]]
+
+    def _own_part(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """What this rank's weights make of rows, a part of their sums."""
         shared = self.shared
         gate_up = GateUp(shared.gate_up, shared.limit)
         logits, h = multiply_group(x, [self.router.gate, gate_up])
@@ -105,4 +117,4 @@ class MoE:
             out_dtype=torch.float32,  # the sum of both is rounded once
             num_ranks=1 if self.own is None else self.group.size,
         )
-        return self.group.all_reduce(add_product(h, shared.down, routed))
+        return add_product(h, shared.down, routed)

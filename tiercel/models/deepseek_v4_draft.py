@@ -67,7 +67,8 @@ class DeepseekV4DraftHead:
         projected = self._hidden_proj(self._hidden_norm(streams.flatten(0, 1)))
         mixed = projected.float().view(streams.shape) + embedded.float().unsqueeze(1)
         step = self._index(batch, has_window_alone=True)
-        residual = self.layer(Residual(mixed.to(hidden.dtype)), batch.input_ids, step)
+        entered = Residual(mixed.to(hidden.dtype))
+        residual = self.layer(entered, batch.input_ids, step, batch.rank_tokens)
         return residual.settled().flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:

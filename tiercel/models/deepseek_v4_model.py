@@ -91,6 +91,7 @@ class DeepseekV4:
         self.draft_head = None
         if config.num_mtp_layers:
             self.draft_head = DeepseekV4DraftHead(builder, self.embedding, self.head, self._index)
+        self._group = group
         self._window_group = 0
         self._kinds: list[CompressKind] = []
 
@@ -182,8 +183,11 @@ class DeepseekV4:
         step = self._index(batch)
         x = self.embedding(batch.input_ids).to(self.state_dtype)
         residual = Residual(x.unsqueeze(1).repeat(1, self.config.num_streams, 1))
+        token_ids, counts = batch.input_ids, batch.rank_tokens
+        if counts:  # once for all layers with a table
+            token_ids = self._group.gather_rows(token_ids, counts)
         for layer in layers:
-            residual = layer(residual, batch.input_ids, step)
+            residual = layer(residual, token_ids, step, counts)
             self.pulse()
         return residual.settled().flatten(1)
 
