@@ -12,6 +12,7 @@ QUERY, REVIEWS = (text for kind, text in BLOCKS if kind == "text")
 COMMON = {"model", "config", "verbose", "quiet", "help", "version", "device", "dtype", "offline"}
 COMMON |= {"max-model-len", "gpu-memory-utilization", "spec", "num-spec-tokens", "threads"}
 COMMON |= {"kv-dtype", "numerics", "tensor-parallel-size", "expert-parallel"}
+COMMON |= {"data-parallel-attention"}
 
 
 def texts(table):

@@ -70,6 +70,7 @@ class AsyncLLM:
         threads: int | None = None,
         tensor_parallel_size: int = 1,
         expert_parallel: bool = False,
+        data_parallel_attention: bool = False,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -93,6 +94,7 @@ class AsyncLLM:
             threads=threads,
             tensor_parallel_size=tensor_parallel_size,
             expert_parallel=expert_parallel,
+            data_parallel_attention=data_parallel_attention,
             offline=offline,
             timed_steps=True,
         )

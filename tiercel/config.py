@@ -145,6 +145,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
             answers may then depend on the speed of the machine in their last bits.
         tensor_parallel_size: ranks, one process and GPU each, that compute together.
         expert_parallel: whether ranks hold whole experts of a layer, else a part of each.
+        data_parallel_attention: whether each rank has requests of its own, and whole experts.
         replica: number of this engine among those of this machine that serve the same model.
         num_replicas: engines of this machine that serve it; each has GPUs of its own.
         ranks_per_host: consecutive ranks that are on one host; 0: all of them.
@@ -169,6 +170,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     timed_steps: bool = False
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
+    data_parallel_attention: bool = False
     replica: int = 0
     num_replicas: int = 1
     ranks_per_host: int = 0

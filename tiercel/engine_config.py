@@ -33,6 +33,8 @@ class EngineConfig:
         timed_steps: whether the time of a step is bounded, not only its tokens; see `StepBudget`.
         tensor_parallel_size: ranks that compute together; every one of them runs the same loop.
         expert_parallel: whether ranks hold whole experts of a layer, else a part of each.
+        data_parallel_attention: whether each rank has requests of its own; the sizes above are then
+            those of each rank.
         num_replicas: engines of the model on this machine, which share the memory of a CPU.
     """
 
@@ -55,4 +57,10 @@ class EngineConfig:
     timed_steps: bool = False
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
+    data_parallel_attention: bool = False
     num_replicas: int = 1
+
+    @property
+    def num_schedulers(self) -> int:
+        """Ranks that have requests of their own, each its own scheduler and cache."""
+        return self.tensor_parallel_size if self.data_parallel_attention else 1

@@ -69,6 +69,7 @@ class LLM:
         threads: int | None = None,
         tensor_parallel_size: int = 1,
         expert_parallel: bool = False,
+        data_parallel_attention: bool = False,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -95,6 +96,8 @@ class LLM:
                 not more than affinity and container give.
             tensor_parallel_size: GPUs that compute together, each but one in a process of its own.
             expert_parallel: whether each of them holds whole experts, else a part of each.
+            data_parallel_attention: whether each of them has requests of its own, as many as
+                `max_num_seqs`, and whole experts, which all of them use.
             offline: never download; None to follow ``TIERCEL_OFFLINE``.
             progress: called with (what, done, total) in bytes while fetching and loading.
 
@@ -119,6 +122,7 @@ class LLM:
             threads=threads,
             tensor_parallel_size=tensor_parallel_size,
             expert_parallel=expert_parallel,
+            data_parallel_attention=data_parallel_attention,
             offline=offline,
         )
         loaded = load_ranks(model, options, progress)

@@ -141,8 +141,9 @@ class Group:
             (counts[rank], ...), dtype of x.
         """
         most = max(counts)
-        rows = x.split(list(counts))
-        given = x if len(set(counts)) == 1 else torch.cat([_padded(part, most) for part in rows])
+        ends = np.cumsum(counts).tolist()
+        own = [x[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        given = x if len(set(counts)) == 1 else torch.cat([_padded(part, most) for part in own])
         given = given.contiguous()
         parts = torch.empty_like(given)
         if given.numel():
@@ -270,7 +271,7 @@ SINGLE: Final = Group()
 
 
 def _padded(x: Tensor, count: int) -> Tensor:
-    """x with rows of zeros after it, up to `count`; contiguous."""
+    """X with rows of zeros after it, up to `count`; contiguous."""
     missing = count - x.shape[0]
     if not missing:
         return x.contiguous()

@@ -242,6 +242,7 @@ def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
         "threads": 2,
         "tensor_parallel_size": 1,
         "expert_parallel": False,
+        "data_parallel_attention": False,
         "seed": 5,
     }
     _, _, params, parse_special = asked(fake_llm)

@@ -53,7 +53,7 @@ class _Step:
     parts: list[_Part]
     new_blocks: tuple
     unsound_blocks: tuple
-    result: dict[int, SampledTokens] | None = None
+    result: dict[Request, SampledTokens] | None = None
     scores: list[ScoreReadback] = field(default_factory=list)
 
 
@@ -154,7 +154,7 @@ class FakeRunner:
             drafts = self.row_drafts.get(part.row, [])[: part.num_drafts]
             self._compute(part, drafts)
             if part.samples:
-                step.result[part.row] = self._draw(part, drafts)
+                step.result[part.request] = self._draw(part, drafts)
             if part.has_scores:
                 step.scores.append(self._score(part))
 

@@ -38,6 +38,7 @@ GIVEN = {
     "threads": 3,
     "tensor_parallel_size": 2,
     "expert_parallel": True,
+    "data_parallel_attention": True,
     "offline": True,
 }
 
@@ -140,6 +141,7 @@ def test_options_become_the_configuration(monkeypatch):
     assert (config.spec.method, config.spec.max_drafts) == ("ngram", 4)
     assert config.block_size == Decoder.block_size == 64
     assert (config.tensor_parallel_size, config.expert_parallel) == (2, True)
+    assert (config.data_parallel_attention, config.num_schedulers) == (True, 2)
 
 
 def test_defaults():
@@ -150,6 +152,7 @@ def test_defaults():
     assert (config.prefix_cache, config.overlap) == (True, False)
     assert (config.cuda_graphs, config.sync_debug) == (False, False)
     assert (config.tensor_parallel_size, config.expert_parallel) == (1, False)
+    assert (config.data_parallel_attention, config.num_schedulers) == (False, 1)
     assert resolve(spec="ngram").spec.max_drafts == 5
     assert resolve(spec="ngram", num_spec_tokens=0).spec.method == "off"
 
@@ -264,6 +267,7 @@ def test_engines_share_threads_and_memory_of_a_cpu(monkeypatch):
     assert resolve(num_replicas=3).num_replicas == 3
 
 
-def test_experts_are_spread_over_several_ranks_only():
-    with pytest.raises(ArgumentError, match="expert_parallel=True needs several ranks"):
-        resolve(expert_parallel=True)
+@pytest.mark.parametrize("option", ["expert_parallel", "data_parallel_attention"])
+def test_experts_are_spread_over_several_ranks_only(option):
+    with pytest.raises(ArgumentError, match=f"{option}=True needs several ranks"):
+        resolve(**{option: True})

@@ -250,7 +250,7 @@ def first_drafts(path, spec, **options):
             results = collect(launch)
             for sampled in launch.sampled:
                 for request in sampled.requests:
-                    result = results[request.row]
+                    result = results[request]
                     text = texts.setdefault(request, list(request.prompt_token_ids))
                     text += result.token_ids
                     if result.next_drafts:

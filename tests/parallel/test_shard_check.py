@@ -10,8 +10,11 @@ from tests.large_models import sparse_model
 from tests.parallel.shared_models import write_v4
 from tiercel.errors import ArgumentError
 from tiercel.models.shard_check import check_sharding, possible_sizes
-from tiercel.models.sharding import Sharding, inner_block
+from tiercel.models.sharding import WHOLE, Sharding, inner_block, sharding_kind
 from tiercel.models.source import open_source
+
+EXPERTS = sharding_kind(expert_parallel=True, data_parallel_attention=False)
+OWN_ROWS = sharding_kind(expert_parallel=False, data_parallel_attention=True)
 
 
 def dense(tmp_path, **sizes):
@@ -45,8 +48,13 @@ def test_a_dense_model_is_refused(tmp_path, size, sizes, reason, hint):
 
 def test_a_dense_model_has_no_experts(tmp_path):
     with pytest.raises(ArgumentError, match="it has no experts") as caught:
-        check_sharding(dense(tmp_path), 2, expert_parallel=True)
+        check_sharding(dense(tmp_path), 2, EXPERTS)
     assert caught.value.hint == "Use 1, or no expert_parallel."
+    with pytest.raises(ArgumentError, match="it has no experts") as caught:
+        check_sharding(dense(tmp_path), 2, OWN_ROWS)
+    assert caught.value.hint == (
+        "Run whole engines (replicas), or leave data_parallel_attention out."
+    )
 
 
 @pytest.mark.parametrize("width", [32, 96, 128, 33, 9728, 12288, 25600])
@@ -75,7 +83,7 @@ def test_parts_of_an_inner_width_are_blocks_that_join(width, size):
 )
 def test_deepseek_v4_is_refused(size, whole_experts, reason, hint):
     with pytest.raises(ArgumentError, match=reason) as caught:
-        check_sharding(open_source(TINY), size, expert_parallel=whole_experts)
+        check_sharding(open_source(TINY), size, EXPERTS if whole_experts else WHOLE)
     assert hint in caught.value.hint
 
 
@@ -84,7 +92,7 @@ def test_experts_are_cut_between_blocks_alone(tmp_path):
     source = open_source(write_v4(tmp_path, formats=True, moe_intermediate_size=64))
     with pytest.raises(ArgumentError, match=r"64 columns of .*w2.weight .* blocks of 32 \(MXFP4\)"):
         check_sharding(source, 4)
-    check_sharding(source, 4, expert_parallel=True)
+    check_sharding(source, 4, EXPERTS)
     assert possible_sizes(source) == [1, 2]
 
 

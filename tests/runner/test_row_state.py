@@ -98,7 +98,7 @@ def run(llm, kind):
 
     def watched(launch):
         result = collect(launch)
-        drawn.append(result.get(request.row))
+        drawn.append(result.get(request))
         return result
 
     engine.runner.collect = watched

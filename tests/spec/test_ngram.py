@@ -32,12 +32,12 @@ def check_traffic(llm):
         for draws in launch.sampled:
             for request in draws.requests:
                 answer = answers.setdefault(request, [])
-                answer += results[request.row].token_ids
+                answer += results[request].token_ids
                 left = request.max_tokens - len(answer) - 1
                 count = max(0, min(request.draft_limit, left))
                 prompt = request.prompt_token_ids
                 expected = oracle_draft(prompt, answer, count, config)
-                assert results[request.row].next_drafts == expected
+                assert results[request].next_drafts == expected
                 seen.append(len(expected))
         return results
 

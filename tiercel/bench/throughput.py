@@ -58,7 +58,7 @@ def measure_offline(
         _sample(index, request, output)
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True))
     ]
-    load = Load(len(requests), concurrency=llm.config.max_num_seqs)
+    load = Load(len(requests), concurrency=llm.config.max_num_seqs * llm.config.num_schedulers)
     drafts = _drafts(llm).since(before)
     return Level(load, summarise(samples, duration_s, bounds=bounds, drafts=drafts), samples)
 

@@ -97,6 +97,7 @@ def load_for_bench(
         offline=engine.offline,
         tensor_parallel_size=engine.tensor_parallel_size,
         expert_parallel=engine.expert_parallel,
+        data_parallel_attention=engine.data_parallel_attention,
     )
     return load_ranks(source, options, report)
 

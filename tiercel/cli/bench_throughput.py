@@ -116,6 +116,7 @@ def _measure(
         threads=engine.threads,
         tensor_parallel_size=engine.tensor_parallel_size,
         expert_parallel=engine.expert_parallel,
+        data_parallel_attention=engine.data_parallel_attention,
         seed=options.seed,
         progress=report,
     ) as llm:

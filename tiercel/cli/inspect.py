@@ -19,6 +19,7 @@ from tiercel.cli.terminal import ProgressReporter, one_line, say, write
 
 if TYPE_CHECKING:
     from tiercel.models.config import ModelConfig
+    from tiercel.models.sharding import Sharding
     from tiercel.models.source import ModelSource
     from tiercel.quant_types import QuantType
 
@@ -47,6 +48,9 @@ def inspect_model(
     expert_parallel: Annotated[
         bool, Parameter(group=_GROUP, help="With whole experts on each of them.")
     ] = False,
+    data_parallel_attention: Annotated[
+        bool, Parameter(group=_GROUP, help="With requests of its own on each of them.")
+    ] = False,
     json: Annotated[bool, Parameter(group=_GROUP, help="Write one JSON object.")] = False,
     offline: Annotated[bool, Parameter(group=_GROUP, help="Never download.")] = False,
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
@@ -54,16 +58,20 @@ def inspect_model(
     """Check a model file and show its header, sizes and memory plan."""
     from tiercel.loader.hub import resolve
     from tiercel.models.shard_check import check_sharding
+    from tiercel.models.sharding import sharding_kind
     from tiercel.models.source import open_source
 
     with ProgressReporter(is_quiet=common.quiet) as report:
         path = resolve(model, offline=offline, report=report)
         source = open_source(path)
-        check_sharding(source, tensor_parallel_size, expert_parallel=expert_parallel)
+        kind = sharding_kind(
+            expert_parallel=expert_parallel, data_parallel_attention=data_parallel_attention
+        )
+        check_sharding(source, tensor_parallel_size, kind)
         problems = _verify(source, report) if verify else []
     facts = describe(source)
     if tensor_parallel_size > 1:
-        facts["gpus"] = _gpu_facts(source, tensor_parallel_size, expert_parallel=expert_parallel)
+        facts["gpus"] = _gpu_facts(source, kind.of(0, tensor_parallel_size))
     if tokenizer:
         facts["tokenizer"] = _tokenizer_facts(source)
     if tensors:
@@ -147,30 +155,30 @@ def _memory(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def _gpu_facts(source: ModelSource, size: int, *, expert_parallel: bool) -> dict[str, Any]:
-    """Memory of each of several GPUs that share the model, and how many GPUs would fit it."""
+def _gpu_facts(source: ModelSource, rank: Sharding) -> dict[str, Any]:
+    """Memory of each of several GPUs that share the model, and how many GPUs would fit it.
+
+    rank: that of the largest part, rank 0.
+    """
     from tiercel.config import LoadOptions
     from tiercel.models.footprint import cache_bytes, gpus_that_fit, weight_footprint
-    from tiercel.models.sharding import Sharding
 
-    rank = Sharding(0, size, expert_parallel=expert_parallel)  # the largest part is that of rank 0
     dtype = source.family.auto_dtypes.get("cuda", _DTYPES[source.format != "gguf"])
     weights = weight_footprint(source, dtype, "cuda", sharding=rank)
     context = source.config.max_position
     kept = cache_bytes(source.config, context, dtype, sharding=rank)
     share = LoadOptions().gpu_memory_utilization
     return {
-        "tensor_parallel_size": size,
-        "expert_parallel": expert_parallel,
+        "tensor_parallel_size": rank.size,
+        "expert_parallel": rank.expert_parallel,
+        "data_parallel_attention": not rank.tensor_parallel,
         "dtype": dtype,
         "split_weight_bytes": weights.nbytes - weights.whole_bytes,
         "whole_weight_bytes": weights.whole_bytes,
         "kv_bytes_full_context": kept,
         "bytes_per_gpu": weights.nbytes + kept,
         "fits": {
-            name: gpus_that_fit(
-                source, dtype, context, int(share * memory), expert_parallel=expert_parallel
-            )
+            name: gpus_that_fit(source, dtype, context, int(share * memory), kind=rank)
             for name, memory in GPU_BYTES.items()
         },
     }
@@ -334,6 +342,8 @@ def _print_gpus(gpus: Mapping[str, Any] | None, context: int) -> None:
     if gpus is None:
         return
     kind = "whole experts" if gpus["expert_parallel"] else "tensor parallel"
+    if gpus["data_parallel_attention"]:
+        kind = "requests of its own, whole experts"
     write(f"\nEach of {gpus['tensor_parallel_size']} GPUs ({kind}, {gpus['dtype']})\n")
     _print_row("its part of weights", _size(gpus["split_weight_bytes"]))
     _print_row("weights on every GPU", _size(gpus["whole_weight_bytes"]))

@@ -65,6 +65,7 @@ def loaded(
             threads=engine.threads,
             tensor_parallel_size=engine.tensor_parallel_size,
             expert_parallel=engine.expert_parallel,
+            data_parallel_attention=engine.data_parallel_attention,
             seed=sampling.seed,
             progress=report,
         )

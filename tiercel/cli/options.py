@@ -105,6 +105,9 @@ class EngineOptions:
     expert_parallel: Annotated[
         bool, Parameter(negative="", help="Whole experts on each of several GPUs.")
     ] = False
+    data_parallel_attention: Annotated[
+        bool, Parameter(negative="", help="Each GPU: own requests, some experts.")
+    ] = False
     gpu_memory_utilization: Annotated[
         float,
         Parameter(validator=Number(gt=0, lte=1), help="Share of GPU memory to use."),

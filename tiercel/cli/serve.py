@@ -341,6 +341,7 @@ def _load_options(
         threads=engine.threads,
         tensor_parallel_size=engine.tensor_parallel_size,
         expert_parallel=engine.expert_parallel,
+        data_parallel_attention=engine.data_parallel_attention,
         seed=defaults.seed,
         offline=engine.offline or None,
         enable_fault_injection=server.enable_fault_injection,

@@ -22,15 +22,18 @@ from tiercel.errors import OutOfMemoryError
 from tiercel.models.config import ModelConfig
 from tiercel.models.footprint import cache_bytes, gpus_that_fit, weight_footprint
 from tiercel.models.model import Model, model_class
-from tiercel.models.sharding import Sharding
+from tiercel.models.sharding import Sharding, sharding_kind
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
 from tiercel.ops.prepare_step import SlotLayout
+from tiercel.parallel import Group
 from tiercel.runner.graph_capture import GraphRecorder
+from tiercel.runner.joint_runner import JointRunner
 from tiercel.runner.row_state import Rows
 from tiercel.runner.runner import ModelRunner
 from tiercel.runner.sampler import Sampler
-from tiercel.runner.step_inputs import make_draft_batch
+from tiercel.runner.step_inputs import BatchBuilder
+from tiercel.scheduler.joint import JointScheduler
 from tiercel.scheduler.scheduler import Scheduler
 from tiercel.scheduler.step_budget import StepBudget
 from tiercel.spec.drafter_state import Proposer
@@ -50,11 +53,18 @@ STEP_COPY_SHARE: Final = 0.7
 
 def sharding_of(config: EngineConfig, rank: int) -> Sharding:
     """The place of a rank among those that share the model."""
-    return Sharding(rank, config.tensor_parallel_size, expert_parallel=config.expert_parallel)
+    return _kind_of(config).of(rank, config.tensor_parallel_size)
+
+
+def _kind_of(config: EngineConfig) -> Sharding:
+    return sharding_kind(
+        expert_parallel=config.expert_parallel,
+        data_parallel_attention=config.data_parallel_attention,
+    )
 
 
 def _make_runner(
-    model: Model, layout: SlotLayout, config: EngineConfig, tokenizer: Tokenizer
+    model: Model, layout: SlotLayout, config: EngineConfig, tokenizer: Tokenizer, group: Group
 ) -> ModelRunner:
     """The rows, the sampler and the proposer, around a model."""
     spec, vocab_size = config.spec, model.config.vocab_size
@@ -75,12 +85,15 @@ def _make_runner(
         lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
         MIN_ACCEPTANCE[config.device.type],
     )
-    proposer = _make_proposer(model, rows, layout, sampler, config)
-    return ModelRunner(model, rows, sampler, config, layout, proposer)
+    batches = BatchBuilder(rows, layout, config.num_schedulers)
+    proposer = _make_proposer(model, rows, batches, sampler, config)
+    if config.data_parallel_attention:
+        return JointRunner(model, rows, sampler, config, batches, proposer, group)
+    return ModelRunner(model, rows, sampler, config, batches, proposer)
 
 
 def _make_proposer(
-    model: Model, rows: Rows, layout: SlotLayout, sampler: Sampler, config: EngineConfig
+    model: Model, rows: Rows, batches: BatchBuilder, sampler: Sampler, config: EngineConfig
 ) -> Proposer | None:
     """The proposer of drafts; None without speculation."""
     spec, state = config.spec, rows.drafter_state
@@ -94,12 +107,7 @@ def _make_proposer(
         model.draft_head,
         sampler.is_banned,
         num_head_drafts(spec),
-        partial(
-            make_draft_batch,
-            rows.block_tables,
-            layout,
-            config.max_model_len + spec.max_drafts,
-        ),
+        partial(batches.draft_batch, config.max_model_len + spec.max_drafts),
     )
     return mtp if spec.method == "mtp" else HybridProposer(state, mtp, spec)
 
@@ -159,7 +167,7 @@ def _sizes_that_fit(source: ModelSource, config: EngineConfig, available: int) -
         dtype_name(config.dtype),
         config.max_model_len,
         available,
-        expert_parallel=config.expert_parallel,
+        kind=_kind_of(config),
         kv_dtype=config.model_options.kv_dtype,
         has_draft_head=config.spec.has_head,
     )
@@ -208,7 +216,7 @@ def build_engine(
         model = _load_weights(source, config, reader, peers)
         groups = group_specs(model.cache_specs())
         layout = slot_layout(groups, config.block_size)
-        runner = _make_runner(model, layout, config, tokenizer)
+        runner = _make_runner(model, layout, config, tokenizer, peers.group)
 
         def make_pools(sizes: Sequence[int]) -> list[CachePool]:
             return [
@@ -238,19 +246,21 @@ def build_engine(
     policy = None
     if config.spec.max_drafts:
         policy = DraftPolicy(_agreed_costs(runner, peers), spare_places)
-    cache = CacheManager(
-        [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
-        config.block_size,
-        most_places,
-        has_prefix_cache=config.prefix_cache,
-    )
-    scheduler = Scheduler(
-        cache,
-        config.max_num_seqs,
-        StepBudget(config.max_num_batched_tokens, is_timed=config.timed_steps),
-        policy=policy,
-    )
-    return peers.engine(scheduler, runner, config)
+    budget_of_steps = StepBudget(config.max_num_batched_tokens, is_timed=config.timed_steps)
+    blocks = [GroupBlocks(size, g.spec.window) for g, size in zip(groups, sizes, strict=True)]
+    schedulers = [
+        Scheduler(
+            CacheManager(
+                blocks, config.block_size, most_places, has_prefix_cache=config.prefix_cache
+            ),
+            config.max_num_seqs,
+            budget_of_steps,
+            policy=policy,
+        )
+        for _ in range(config.num_schedulers)
+    ]
+    joint = JointScheduler(schedulers) if config.data_parallel_attention else schedulers[0]
+    return peers.engine(joint, runner, config)
 
 
 def _load_weights(

@@ -28,8 +28,8 @@ from tiercel.grammar.matcher import TOO_COMPLEX
 from tiercel.request.request import Request, Status
 from tiercel.runner.runner import Launch, ModelRunner
 from tiercel.runner.sampler_output import SampledTokens
+from tiercel.scheduler.joint import AnyScheduler
 from tiercel.scheduler.plan import SchedulerOutput
-from tiercel.scheduler.scheduler import Scheduler
 from tiercel.spec.counts import DraftCounts
 from tiercel.spec.policy import INITIAL_ACCEPTANCE, update_acceptance
 
@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         runner: ModelRunner,
         config: EngineConfig,
         clock: Callable[[], float] = perf_counter,
@@ -100,7 +100,7 @@ class Engine:
                 f"{self.config.max_num_batched_tokens}.",
                 hint="Put it into a prompt of its own.",
             )
-        limit = self.scheduler.cache.capacity
+        limit = self.scheduler.capacity
         needed = len(request.prompt_token_ids) + request.max_tokens
         if needed > limit:
             raise OutOfMemoryError(
@@ -238,16 +238,16 @@ class Engine:
         with self._interruptible():
             sampled = self.runner.collect(launch)
         self._pending.popleft()
-        alive = {p.row for p in plan.scheduled if p.request.status is Status.RUNNING}
+        alive = {p.request for p in plan.scheduled if p.request.status is Status.RUNNING}
         updates: list[RequestUpdate | None] = []
         for part in plan.scheduled:
-            request, result = part.request, sampled.get(part.row)
+            request, result = part.request, sampled.get(part.request)
             is_sound = result is None or result.problem is None
             kept = _cut_at_end(request, result.token_ids) if result and is_sound else ()
             if result is not None and request.draft_limit:
-                self._note_drafts(request, result, kept if part.row in alive else None)
+                self._note_drafts(request, result, kept if request in alive else None)
             self.scheduler.commit(part, is_sound=is_sound, new_token_ids=kept)
-            if part.row not in alive:
+            if request not in alive:
                 continue  # it ended while this step ran
             if result is not None:
                 updates.append(self._apply(request, result, kept))

@@ -42,7 +42,7 @@ from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.model import model_class
 from tiercel.models.shard_check import check_sharding
-from tiercel.models.sharding import Sharding
+from tiercel.models.sharding import sharding_kind
 from tiercel.models.source import ModelSource, find_source
 from tiercel.request.inputs import InputProcessor
 from tiercel.request.score_inputs import ScoreInputs
@@ -201,13 +201,18 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
     env.switches()  # also those of another device: a wrong value is a mistake all the same
     device = resolve_device(options.device)
     num_ranks = resolve_ranks(options.tensor_parallel_size, device, options.ranks_per_host)
-    check_sharding(source, num_ranks, expert_parallel=options.expert_parallel)
-    sharding = Sharding(rank, num_ranks, expert_parallel=options.expert_parallel)
+    kind = sharding_kind(
+        expert_parallel=options.expert_parallel,
+        data_parallel_attention=options.data_parallel_attention,
+    )
+    check_sharding(source, num_ranks, kind)
+    sharding = kind.of(rank, num_ranks)
     device = resolve_own_device(options, device, num_ranks, rank)
-    if options.expert_parallel and num_ranks == 1:
-        raise ArgumentError(
-            "expert_parallel=True needs several ranks.", hint="Set tensor_parallel_size too."
-        )
+    for name in ("expert_parallel", "data_parallel_attention"):
+        if getattr(options, name) and num_ranks == 1:
+            raise ArgumentError(
+                f"{name}=True needs several ranks.", hint="Set tensor_parallel_size too."
+            )
     spec = resolve_spec(options.spec, options.num_spec_tokens)
     if spec.has_head and not source.config.num_mtp_layers:
         raise ArgumentError(
@@ -259,7 +264,8 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
         timed_steps=options.timed_steps and device.type == "cpu",
         threads=resolve_threads(options.threads, max(1, usable_cpus() // options.num_replicas)),
         tensor_parallel_size=num_ranks,
-        expert_parallel=options.expert_parallel,
+        expert_parallel=options.expert_parallel or options.data_parallel_attention,
+        data_parallel_attention=options.data_parallel_attention,
         num_replicas=options.num_replicas,
     )
 

@@ -19,7 +19,7 @@ from tiercel.errors import TiercelError
 from tiercel.grammar.matchers import Matchers
 from tiercel.parallel import SINGLE, Group
 from tiercel.runner.runner import ModelRunner
-from tiercel.scheduler.scheduler import Scheduler
+from tiercel.scheduler.joint import AnyScheduler
 from tiercel.text.tokenizer import Tokenizer
 
 OnFailure = Callable[[TiercelError], None]  # told of another rank's failure
@@ -56,7 +56,7 @@ class Peers(Protocol):
     def first(self, what: str, values: Sequence[float]) -> list[float]:
         """The values of rank 0; `what` names them."""
 
-    def engine(self, scheduler: Scheduler, runner: ModelRunner, config: EngineConfig) -> Engine:
+    def engine(self, scheduler: AnyScheduler, runner: ModelRunner, config: EngineConfig) -> Engine:
         """The engine of this rank."""
 
     def matchers(self, tokenizer: Tokenizer, vocab_size: int) -> Matchers:
@@ -87,7 +87,7 @@ class _Alone:
     def first(self, what: str, values: Sequence[float]) -> list[float]:  # noqa: ARG002
         return list(values)
 
-    def engine(self, scheduler: Scheduler, runner: ModelRunner, config: EngineConfig) -> Engine:
+    def engine(self, scheduler: AnyScheduler, runner: ModelRunner, config: EngineConfig) -> Engine:
         return Engine(scheduler, runner, config)
 
     def matchers(self, tokenizer: Tokenizer, vocab_size: int) -> Matchers:

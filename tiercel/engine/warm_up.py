@@ -98,7 +98,7 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
 
 def _run_every_kind(engine: Engine, vocab_size: int) -> None:
     config = engine.config
-    most = min(config.max_model_len - NUM_NEW, engine.scheduler.cache.capacity - NUM_NEW)
+    most = min(config.max_model_len - NUM_NEW, engine.scheduler.capacity - NUM_NEW)
     if config.device.type == "cuda":
         # cuBLAS loads a kernel when it first chooses it, by the number of rows. These run first,
         # because nothing here waits for them: if they came last, the first request would.

@@ -116,6 +116,7 @@ class GrammarMatcher:
         spec: the grammar.
         stop_ids: ids that end this request; None for those of the vocabulary.
         max_mask_s: seconds that a mask may take.
+        max_first_s: seconds that the first one may take.
 
     Attributes:
         error: None, or ``schema_too_complex`` once it cannot go on; the request then ends. The same
@@ -132,6 +133,7 @@ class GrammarMatcher:
         spec: GrammarSpec,
         stop_ids: Iterable[int] | None = None,
         max_mask_s: float = MAX_MASK_SECONDS,
+        max_first_s: float = MAX_MASK_SECONDS,
     ) -> None:
         self._vocabulary = vocabulary
         self._max_mask_s = max_mask_s
@@ -155,7 +157,7 @@ class GrammarMatcher:
         started_s = perf_counter()
         self._compute(self._first)
         self._check()
-        if perf_counter() - started_s > max_mask_s:
+        if perf_counter() - started_s > max_first_s:
             raise refuse(TOO_COMPLEX, "the form takes too long to enforce.", "Simplify it.")
         if not self._first.any():
             raise refuse("invalid_schema", _NOTHING_FITS)

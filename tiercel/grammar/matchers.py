@@ -12,7 +12,11 @@ class Matchers:
     """Makes the matchers of requests; their shared vocabulary is made with the first."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, max_mask_s: float = MAX_MASK_SECONDS
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        max_mask_s: float = MAX_MASK_SECONDS,
+        max_first_s: float = MAX_MASK_SECONDS,
     ) -> None:
         """Set up.
 
@@ -20,10 +24,12 @@ class Matchers:
             tokenizer: tokenizer of the model.
             vocab_size: rows of the output matrix.
             max_mask_s: seconds that a mask may take.
+            max_first_s: seconds that the first one may take, else the grammar is refused.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_mask_s = max_mask_s
+        self._max_first_s = max_first_s
         self._vocabulary: GrammarVocabulary | None = None
 
     def prepare(self) -> None:
@@ -51,4 +57,6 @@ class Matchers:
             )
         self.prepare()
         assert self._vocabulary is not None, "there is a stop token"
-        return GrammarMatcher(self._vocabulary, grammar, stop_ids, self._max_mask_s)
+        return GrammarMatcher(
+            self._vocabulary, grammar, stop_ids, self._max_mask_s, self._max_first_s
+        )

@@ -51,7 +51,7 @@ class Counters:
         return EngineStats(
             num_running=num_running,
             num_waiting=num_waiting,
-            kv_cache_usage=self.engine.scheduler.cache.usage,
+            kv_cache_usage=self.engine.scheduler.cache_usage,
             num_preemptions=self.num_preemptions,
             prefix_queries=self.prefix_queries,
             prefix_hits=self.prefix_hits,

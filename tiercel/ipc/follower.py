@@ -25,6 +25,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.load import load_model
 from tiercel.engine_config import EngineConfig
 from tiercel.faults import Faults
+from tiercel.grammar.matcher import MAX_MASK_SECONDS
 from tiercel.grammar.matchers import Matchers
 from tiercel.ipc.last_words import LinkHandler, describe_failure, leave
 from tiercel.ipc.lockstep import Follower, SpareMatchers
@@ -42,7 +43,7 @@ from tiercel.ipc.rank_messages import (
 from tiercel.ipc.ranks import join_group
 from tiercel.parallel import SINGLE
 from tiercel.runner.runner import ModelRunner
-from tiercel.scheduler.scheduler import Scheduler
+from tiercel.scheduler.joint import AnyScheduler
 from tiercel.text.tokenizer import Tokenizer
 
 _IDLE_S: Final = 0.2  # without a message, after which the steps that are done are reported
@@ -94,6 +95,7 @@ class FollowingRank:
         self._link = link
         self._size = join.options.tensor_parallel_size
         self._address = join.address
+        self._has_own_requests = join.options.data_parallel_attention
 
     def check(self, facts: Mapping[str, str]) -> None:
         """See `Peers`; rank 0 compares."""
@@ -111,13 +113,14 @@ class FollowingRank:
         """See `Peers`."""
         return list(self._ask(Value(what, tuple(values))))
 
-    def engine(self, scheduler: Scheduler, runner: ModelRunner, config: EngineConfig) -> Engine:
+    def engine(self, scheduler: AnyScheduler, runner: ModelRunner, config: EngineConfig) -> Engine:
         """See `Peers`."""
         return Engine(scheduler, runner, config)
 
     def matchers(self, tokenizer: Tokenizer, vocab_size: int) -> Matchers:
-        """See `Peers`; rank 0 alone reads the clock."""
-        return Matchers(tokenizer, vocab_size, inf)
+        """See `Peers`; rank 0 alone refuses a grammar by the clock, and ends its own requests."""
+        max_mask_s = MAX_MASK_SECONDS if self._has_own_requests else inf
+        return Matchers(tokenizer, vocab_size, max_mask_s, max_first_s=inf)
 
     def begin(self) -> None:
         """Rank 0 says when it begins."""

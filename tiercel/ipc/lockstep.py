@@ -27,8 +27,9 @@ ranks have come apart all the same.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from tiercel.engine.engine import Engine, RequestUpdate
@@ -42,7 +43,7 @@ from tiercel.ipc.messages import Abort, Forget, NewRequest, Stop
 from tiercel.ipc.rank_messages import Begin, Event, Prepare, Scratch, Step, encode_frame
 from tiercel.request.request import Request
 from tiercel.runner.runner import ModelRunner
-from tiercel.scheduler.scheduler import Scheduler
+from tiercel.scheduler.joint import AnyScheduler
 from tiercel.text.tokenizer import Tokenizer
 
 WORD_STEPS: Final = 64  # between two comparisons of check words
@@ -81,7 +82,7 @@ class CheckWord:
         self._tell = tell
         self._word = self._num_steps = 0
 
-    def add(self, scheduler: Scheduler, updates: Sequence[RequestUpdate]) -> None:
+    def add(self, scheduler: AnyScheduler, updates: Sequence[RequestUpdate]) -> None:
         """Add the results of a step."""
         # Hashes of integers, and of tuples of them, are the same in every process.
         ids = [hash((update.request.arrival, update.new_token_ids)) for update in updates]
@@ -95,7 +96,7 @@ class LeadingEngine(Engine):
     """The engine of rank 0: it lets the other ranks do what it does."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, config: EngineConfig, ranks: Audience
+        self, scheduler: AnyScheduler, runner: ModelRunner, config: EngineConfig, ranks: Audience
     ) -> None:
         super().__init__(scheduler, runner, config)
         self._ranks = ranks
@@ -132,17 +133,19 @@ class LeadingEngine(Engine):
         """See `Engine`."""
         key = self._keys.pop(request, None)
         self._leave_lost_steps()
-        super().abort(request)
         if key is not None:
-            self._tell(Abort(key))
+            self._tell_now(Abort(key))
+        with self._together():
+            super().abort(request)
 
     def stop(self, request: Request, stop_reason: str) -> None:
         """See `Engine`."""
         key = self._keys.pop(request, None)
         self._leave_lost_steps()
-        super().stop(request, stop_reason)
         if key is not None:
-            self._tell(Stop(key, stop_reason))
+            self._tell_now(Stop(key, stop_reason))
+        with self._together():
+            super().stop(request, stop_reason)
 
     def step(self) -> list[RequestUpdate]:
         """See `Engine`.
@@ -156,11 +159,8 @@ class LeadingEngine(Engine):
         self._tell(Step(late, budget.pace if budget.is_timed else None))
         self._flush()
         self._ranks.note_step()
-        try:
+        with self._together():
             updates = super().step()
-        except BaseException as error:
-            self._ranks.give_up(error)
-            raise
         for update in updates:
             if update.request.finish_reason is not None:
                 self._keys.pop(update.request, None)
@@ -172,6 +172,20 @@ class LeadingEngine(Engine):
         self._outbox += encode_frame(event)
         if not self.has_work:
             self._flush()
+
+    def _tell_now(self, event: Event) -> None:
+        """Let the other ranks know before this one acts: it may wait for their results."""
+        self._outbox += encode_frame(event)
+        self._flush()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """End all ranks where this one does not finish what the others do too."""
+        try:
+            yield
+        except BaseException as error:
+            self._ranks.give_up(error)
+            raise
 
     def _flush(self) -> None:
         if self._outbox:

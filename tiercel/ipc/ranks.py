@@ -59,7 +59,7 @@ from tiercel.models.source import ModelSource
 from tiercel.ops.all_reduce import make_small_all_reduce
 from tiercel.parallel import SINGLE, Group, connect
 from tiercel.runner.runner import ModelRunner
-from tiercel.scheduler.scheduler import Scheduler
+from tiercel.scheduler.joint import AnyScheduler
 from tiercel.text.tokenizer import Tokenizer
 
 _LOG: Final = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ def _devices(config: EngineConfig, per_host: int) -> str:
     first = config.device.index or 0
     last = first + config.tensor_parallel_size - 1
     what = ", whole experts each" if config.expert_parallel else ""
+    what += ", requests of its own" if config.data_parallel_attention else ""
     return f"cuda:{first} to cuda:{last}{what}"
 
 
@@ -265,7 +266,7 @@ class Ranks:
         self._send(Agreed(what, tuple(values)))
         return list(values)
 
-    def engine(self, scheduler: Scheduler, runner: ModelRunner, config: EngineConfig) -> Engine:
+    def engine(self, scheduler: AnyScheduler, runner: ModelRunner, config: EngineConfig) -> Engine:
         """See `Peers`."""
         return LeadingEngine(scheduler, runner, config, self)
 

@@ -113,7 +113,7 @@ def _requests(loaded: LoadedModel) -> Iterator[Request]:
     """The requests of answers and scores; each round has another prompt."""
     inputs = loaded.inputs()
     scores = loaded.score_inputs(inputs)
-    most = min(loaded.config.max_model_len, loaded.engine.scheduler.cache.capacity)
+    most = min(loaded.config.max_model_len, loaded.engine.scheduler.capacity)
     length = min(_PROMPT_TOKENS, most - _NUM_NEW)
     if length < 1:
         return
@@ -138,10 +138,10 @@ def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
         hidden_size=source.config.hidden_size,
         max_position=source.config.max_position,
         max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs * config.num_schedulers,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
-        num_blocks=loaded.engine.scheduler.cache.allocators[0].num_blocks,
+        num_blocks=loaded.engine.scheduler.num_blocks,
         device=str(config.device),
         dtype=dtype_name(config.dtype),
         seed=config.seed,

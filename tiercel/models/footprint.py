@@ -250,7 +250,7 @@ def gpus_that_fit(
     num_tokens: int,
     available: int,
     *,
-    expert_parallel: bool = False,
+    kind: Sharding = WHOLE,
     kv_dtype: str = "auto",
     has_draft_head: bool = False,
 ) -> list[int]:
@@ -261,14 +261,14 @@ def gpus_that_fit(
         dtype: of the activations.
         num_tokens: of the sequence.
         available: bytes of one GPU.
-        expert_parallel: whether each GPU has whole experts.
+        kind: how GPUs share it, see `sharding_kind`.
         kv_dtype: the option of that name.
         has_draft_head: whether layers that only draft are loaded too.
     """
     config = source.config if has_draft_head else replace(source.config, num_mtp_layers=0)
     fitting = []
-    for size in possible_sizes(source, expert_parallel=expert_parallel):
-        rank = Sharding(0, size, expert_parallel=expert_parallel)
+    for size in possible_sizes(source, kind):
+        rank = kind.of(0, size)
         needed = weight_footprint(
             source, dtype, "cuda", has_draft_head=has_draft_head, sharding=rank
         ).nbytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from tiercel.config import MAX_RANKS
 from tiercel.errors import ArgumentError
 from tiercel.models.registry import shard_rules
-from tiercel.models.sharding import Sharding
+from tiercel.models.sharding import WHOLE, Sharding, sharding_kind
 
 if TYPE_CHECKING:
     from tiercel.models.source import ModelSource
@@ -20,42 +20,52 @@ if TYPE_CHECKING:
 
 SIZES: Final = tuple(1 << power for power in range(MAX_RANKS.bit_length()))
 
+_OWN_ROWS: Final = "data_parallel_attention"
+# The option that asks for each kind of sharding.
+_OPTIONS: Final = {
+    WHOLE: "",
+    sharding_kind(expert_parallel=True, data_parallel_attention=False): "expert_parallel",
+    sharding_kind(expert_parallel=False, data_parallel_attention=True): _OWN_ROWS,
+}
 
-def check_sharding(source: ModelSource, size: int, *, expert_parallel: bool = False) -> None:
+
+def check_sharding(source: ModelSource, size: int, kind: Sharding = WHOLE) -> None:
     """Refuse a number of ranks that cannot share a model.
 
     Args:
         source: a checked file.
         size: ranks; 1 is always right.
-        expert_parallel: whether each has whole experts.
+        kind: how they do, see `sharding_kind`.
 
     Raises:
         ArgumentError: says what does not divide, and which sizes do.
     """
-    reason = refuse_sharding(source, size, expert_parallel=expert_parallel)
+    reason = refuse_sharding(source, size, kind)
     if reason:
-        fitting = possible_sizes(source, expert_parallel=expert_parallel)
-        shown = " or ".join(map(str, fitting))
-        shown += ", or no expert_parallel" if expert_parallel else ""
+        fitting = possible_sizes(source, kind)
+        shown, option = f"Use {' or '.join(map(str, fitting))}", _OPTIONS[kind.of(0, 1)]
+        if option == _OWN_ROWS and fitting == [1]:
+            shown = f"Run whole engines (replicas), or leave {option} out"
+        elif option:
+            shown += f", or no {option}"
         raise ArgumentError(
             f"tensor_parallel_size={size}: {source.path.name} cannot be split so: {reason}.",
-            hint=f"Use {shown}.",
+            hint=f"{shown}.",
         )
 
 
-def possible_sizes(source: ModelSource, *, expert_parallel: bool = False) -> list[int]:
+def possible_sizes(source: ModelSource, kind: Sharding = WHOLE) -> list[int]:
     """Those of `SIZES` that can share a model."""
-    refuse = refuse_sharding
-    return [size for size in SIZES if not refuse(source, size, expert_parallel=expert_parallel)]
+    return [size for size in SIZES if not refuse_sharding(source, size, kind)]
 
 
-def refuse_sharding(source: ModelSource, size: int, *, expert_parallel: bool = False) -> str:
+def refuse_sharding(source: ModelSource, size: int, kind: Sharding = WHOLE) -> str:
     """Why so many ranks cannot share a model, as a clause; empty if they can."""
     if size < 1 or size & (size - 1):
         return f"{size} is not a power of two"
     if size == 1:
         return ""
-    ranks = [Sharding(rank, size, expert_parallel=expert_parallel) for rank in range(size)]
+    ranks = [kind.of(rank, size) for rank in range(size)]
     reason = shard_rules(source.family).refuse(source.config, ranks[0])
     return reason or _split_block(source, ranks)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from tiercel.models.config import ModelConfig
@@ -43,6 +44,10 @@ class Sharding(Struct, frozen=True):
     size: int = 1
     tensor_parallel: bool = True
     expert_parallel: bool = False
+
+    def of(self, rank: int, size: int) -> Sharding:
+        """The same split, as one of `size` ranks has it."""
+        return msgspec.structs.replace(self, rank=rank, size=size)
 
     def part(self, count: int) -> tuple[int, int]:
         """[start, stop) of `count` equal things that the ranks share; `size` divides it."""
@@ -73,6 +78,14 @@ class Sharding(Struct, frozen=True):
 
 
 WHOLE: Final = Sharding()
+
+
+def sharding_kind(*, expert_parallel: bool, data_parallel_attention: bool) -> Sharding:
+    """The way that options split a model, without a size; see `Sharding.of`."""
+    return Sharding(
+        tensor_parallel=not data_parallel_attention,
+        expert_parallel=expert_parallel or data_parallel_attention,
+    )
 
 
 class Cut(Struct, frozen=True):

@@ -85,6 +85,7 @@ class Request:
         grammar: grammar that its answer must match; None: any text.
         matcher: state of its answer in `grammar`; made before the engine gets the request.
         arrival: number in the order of arrival.
+        rank: rank whose rows and cache it uses, where each of several ranks has its own.
         row: engine row while running, else -1.
         block_ids: blocks that it holds, per cache group.
         num_computed: tokens in the cache or in a step under way.
@@ -130,6 +131,7 @@ class Request:
     matcher: GrammarMatcher | None = None
     status: Status = Status.WAITING
     arrival: int = -1
+    rank: int = 0
     row: int = -1
     num_computed: int = 0
     num_committed: int = 0

@@ -134,7 +134,7 @@ class DecodeSteps:
         """
         if not self._buckets:
             return self._run_eager(rows, context_lens)
-        size = self.padded(len(rows), 1)
+        size = self.padded(self._batches.most_rows(len(rows)), 1)
         step = self._replay(rows, [0] * len(rows), (size, 1, False), context_lens)
         return step.rows, step.logits
 
@@ -161,7 +161,9 @@ class DecodeSteps:
         width = 1 + self._config.spec.max_drafts if any(most_drafts) else 1
         if self._config.device.type == "cpu":
             return self._verify_ragged(rows, most_drafts)
-        size = self.padded(len(rows), width)
+        if self._batches.shares is not None:
+            width = self._batches.shares.width
+        size = self.padded(self._batches.most_rows(len(rows)), width)
         longest = [self._config.max_model_len] * len(rows)
         return self._replay(rows, most_drafts, (size, width, is_whole), longest)
 
@@ -255,6 +257,16 @@ class DecodeSteps:
     def _propose(self, rows: Tensor, output: ForwardOutput | None) -> None:
         assert self._proposer is not None, "rows draft only with a proposer"
         self._proposer.propose(rows, output if self._proposer.reads_output else None)
+
+    def joint_size(self, most_rows: int, has_drafts: bool) -> tuple[int, int] | None:
+        """Rows, and positions of each, of a pass of up to `most_rows` on every rank.
+
+        None on a CPU, which pads nothing.
+        """
+        if not self._buckets:
+            return None
+        width = 1 + self._config.spec.max_drafts if has_drafts else 1
+        return self.padded(most_rows, width), width
 
     def padded(self, count: int, width: int = 1) -> int:
         """Rows of a step of `count` with `width` positions each: as many, or the next bucket."""

@@ -58,8 +58,11 @@ def padded_sizes(weights_per_layer: int, max_num_batched_tokens: int) -> list[in
 
 
 def sizes_for(model: Model, config: EngineConfig) -> list[int]:
-    """All sizes that an engine pads steps to, rising; none on a CPU, which pads nothing."""
-    if config.device.type == "cpu":
+    """All sizes that an engine pads steps to, rising.
+
+    None on a CPU, which pads nothing; nor where ranks have prompts of different lengths.
+    """
+    if config.device.type == "cpu" or config.data_parallel_attention:
         return []
     return padded_sizes(model.weights_per_layer, config.max_num_batched_tokens)
 

@@ -25,7 +25,6 @@ from tiercel.cache.pool import CachePool
 from tiercel.engine_config import EngineConfig
 from tiercel.faults import Faults
 from tiercel.models.model import Model
-from tiercel.ops.prepare_step import SlotLayout
 from tiercel.request.request import Request
 from tiercel.runner.decode_graphs import (
     LARGEST_BUCKET,
@@ -35,6 +34,7 @@ from tiercel.runner.decode_graphs import (
 )
 from tiercel.runner.graph_capture import GRAPH_BYTES
 from tiercel.runner.host_copies import HostCopies
+from tiercel.runner.joint_step import StepShape
 from tiercel.runner.packed_items import pack_items
 from tiercel.runner.prompt_graphs import PromptSteps
 from tiercel.runner.prompt_readback import PromptReadback, read_prompt
@@ -89,7 +89,7 @@ class ModelRunner:
         rows: Rows,
         sampler: Sampler,
         config: EngineConfig,
-        layout: SlotLayout,
+        batches: BatchBuilder,
         proposer: Proposer | None = None,
     ) -> None:
         self.model = model
@@ -99,7 +99,7 @@ class ModelRunner:
         self.rows = rows
         self.sampler = sampler
         self.config = config
-        self._batches = BatchBuilder(rows, layout)
+        self._batches = batches
         self.decode_steps = DecodeSteps(model, rows, self._batches, config, sampler, proposer)
         self.prompt_steps = PromptSteps(model, rows, config)
         is_cuda = config.device.type == "cuda"
@@ -116,22 +116,27 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Launch:
         """Enqueue a step."""
+        parts = plan.scheduled
+        drafts = any(part.request.draft_limit for part in parts)
+        return self._launch(plan, parts, StepShape(drafts, not all(p.is_answer for p in parts)))
+
+    def _launch(
+        self, plan: SchedulerOutput, parts: Sequence[ScheduledRow], shape: StepShape
+    ) -> Launch:
+        """Enqueue the passes of a step over `parts`, those of the plan, and rows of scratch."""
         self._write_rows(plan)
         self.faults.slow_down(plan.step_id, plan.num_tokens, self.model.pulse)
-        parts = plan.scheduled
         readbacks: list[Readback] = []
-        if any(part.request.draft_limit for part in parts):
-            sampled = self._run_drafting(plan, readbacks)
-        else:
-            sampled = self._run_plain(plan, readbacks)
+        run = self._run_drafting if shape.drafts else self._run_plain
+        sampled = run(plan.step_id, parts, shape, readbacks)
         copies = HostCopies(self._copy_stream)
         tokens = tuple(entry.to_host(copies) for entry in sampled)
         values = tuple(readback.to_host(copies) for readback in readbacks)
         copies.finish()
         return Launch(tokens, values, copies)
 
-    def collect(self, launch: Launch) -> dict[int, SampledTokens]:
-        """Wait for a launched step; returns the sampled tokens of each engine row.
+    def collect(self, launch: Launch) -> dict[Request, SampledTokens]:
+        """Wait for a launched step; returns the sampled tokens of each request.
 
         Values read from prompts go to their requests.
         """
@@ -139,7 +144,7 @@ class ModelRunner:
         for readback in launch.readbacks:
             readback.deliver()
         return {
-            request.row: tokens
+            request: tokens
             for sampled in launch.sampled
             for request, tokens in zip(
                 sampled.requests,
@@ -159,6 +164,7 @@ class ModelRunner:
 
         query_lens: new tokens of each row.
         """
+        self._batches.shares = None
         ends = np.cumsum([0, *query_lens])
         scratch = [self.rows.scratch] * len(query_lens)
         rows, starts, last = lists_to_device((scratch, ends, ends[1:] - 1), self.config.device)
@@ -227,17 +233,23 @@ class ModelRunner:
             for plane in planes.values():
                 plane.index_fill_(0, ids, 0)
 
-    def _run_plain(self, plan: SchedulerOutput, readbacks: list[Readback]) -> list[SampledRequests]:
+    def _run_plain(
+        self,
+        step_id: int,
+        parts: Sequence[ScheduledRow],
+        shape: StepShape,
+        readbacks: list[Readback],
+    ) -> list[SampledRequests]:
         """Run a step of which no row drafts."""
-        parts = plan.scheduled
+        self._batches.shares = shape.answers
         sampling = tuple(part.request for part in parts if part.samples)
         output = None
-        if all(_is_decode(part) for part in parts):
+        if not shape.is_mixed:
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
         else:
             rows, logits, output = self._run_mixed(parts, readbacks, self.decode_steps.padded)
-        self.faults.on_logits(plan.step_id, logits, [request.row for request in sampling])
+        self.faults.on_logits(step_id, logits, [request.row for request in sampling])
         sampled = []
         if sampling:
             sampled.append(SampledRequests(sampling, self.sampler(logits, sampling, rows)))
@@ -247,22 +259,28 @@ class ModelRunner:
         return sampled
 
     def _run_drafting(
-        self, plan: SchedulerOutput, readbacks: list[Readback]
+        self,
+        step_id: int,
+        parts: Sequence[ScheduledRow],
+        shape: StepShape,
+        readbacks: list[Readback],
     ) -> list[SampledRequests]:
         """Run a step with rows that draft: answers, then chunks of prompts (see the module)."""
         assert self.proposer is not None, "rows draft only with a proposer"
-        answers = [part for part in plan.scheduled if _is_decode(part)]
-        chunks = [part for part in plan.scheduled if not _is_decode(part)]
+        answers = [part for part in parts if part.is_answer]
+        chunks = [part for part in parts if not part.is_answer]
         sampled = []
         if answers:
+            self._batches.shares = shape.answers
             requests = tuple(part.request for part in answers)
             step = self.decode_steps.verify(
                 [part.row for part in answers],
                 [part.num_drafts for part in answers],
                 is_whole=all(map(is_plain, requests)) and not self.faults.faults,
             )
-            sampled.append(self._sample(plan.step_id, requests, step))
+            sampled.append(self._sample(step_id, requests, step))
         if chunks:
+            self._batches.shares = shape.chunks
             requests = tuple(part.request for part in chunks if part.samples)
             rows, logits, output = self._run_mixed(chunks, readbacks, lambda count: count)
             seen = output if self.proposer.reads_output else None
@@ -270,7 +288,7 @@ class ModelRunner:
                 layout = self.decode_steps.single_layout(len(requests))
                 propose = partial(self.proposer.propose, rows, seen)
                 step = VerifiedStep(rows, logits, layout, propose)
-                sampled.append(self._sample(plan.step_id, requests, step))
+                sampled.append(self._sample(step_id, requests, step))
             elif seen is not None:
                 self.proposer.update_cache(seen)
         return sampled
@@ -337,12 +355,3 @@ class ModelRunner:
         if task is not None and task.sample_keys is not None:
             return read_item_tokens(self.model, part, hidden, place, self.sampler)
         return read_scores(self.model, part, hidden, place, self.sampler.is_banned)
-
-
-def _is_decode(part: ScheduledRow) -> bool:
-    """Whether a part is one token of an answer, or of a prompt that is not read."""
-    return part.num_query == 1 and part.samples and not _reads(part)
-
-
-def _reads(part: ScheduledRow) -> bool:
-    return part.request.reads_prompt and part.start < len(part.request.prompt_token_ids)

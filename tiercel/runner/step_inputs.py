@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch, BatchLengths, PackedItems
@@ -27,12 +28,61 @@ from tiercel.runner.row_state import Rows, to_device
 MAX_PADDED_REQS: Final = 257  # requests of a padded step, with the padding
 
 
-class BatchBuilder:
-    """Builds batches over the rows of one engine."""
+class Shares(Struct, frozen=True):
+    """What each of several ranks with rows of their own brings to a pass over all layers.
 
-    def __init__(self, rows: Rows, layout: SlotLayout) -> None:
+    Attributes:
+        tokens: of each rank, at most.
+        rows: of each rank that go on to draft.
+        width: positions of each row, where a pass over answers is padded.
+    """
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    width: int = 1
+
+
+class BatchBuilder:
+    """Builds batches over the rows of one engine.
+
+    Attributes:
+        shares: what ranks bring to the next passes; None: all the same as this one.
+    """
+
+    def __init__(self, rows: Rows, layout: SlotLayout, num_ranks: int = 1) -> None:
+        """Set up.
+
+        Args:
+            rows: of this rank.
+            layout: of the cache groups.
+            num_ranks: ranks that have rows of their own.
+        """
+        self.shares: Shares | None = None
         self._rows = rows
         self._layout = layout
+        self._num_ranks = num_ranks
+
+    def most_rows(self, count: int) -> int:
+        """The rows to which all ranks pad a pass over answers of `count` rows of this rank."""
+        return count if self.shares is None else max(self.shares.rows)
+
+    def draft_batch(
+        self, max_seq_len: int, rows: Tensor, token_ids: Tensor, positions: Tensor, ends: Tensor
+    ) -> Batch:
+        """One position of each row, see `make_draft_batch`, on all ranks."""
+        tables = self._rows.block_tables
+        batch = make_draft_batch(
+            tables, self._layout, max_seq_len, rows, token_ids, positions, ends
+        )
+        if self._num_ranks == 1:
+            return batch
+        counts = (batch.num_tokens,) * self._num_ranks if self.shares is None else self.shares.rows
+        return replace(batch, rank_tokens=counts)
+
+    def _rank_tokens(self, total: int) -> tuple[int, ...]:
+        if self._num_ranks == 1:
+            return ()
+        return (total,) * self._num_ranks if self.shares is None else self.shares.tokens
 
     def build(
         self,
@@ -89,6 +139,7 @@ class BatchBuilder:
             max_query_len=max(query_lens),
             max_seq_len=max(context_lens) if max_seq_len is None else max_seq_len,
             items=None if packed is None else packed.items,
+            rank_tokens=self._rank_tokens(total),
         )
 
 

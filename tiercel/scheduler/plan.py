@@ -52,6 +52,13 @@ class ScheduledRow:
         return self.num_query > 1 or bool(self.items)
 
     @property
+    def is_answer(self) -> bool:
+        """Whether it is one token of an answer, or of a prompt that is not read."""
+        request = self.request
+        is_read = request.reads_prompt and self.start < len(request.prompt_token_ids)
+        return self.num_query == 1 and self.samples and not is_read
+
+    @property
     def num_ahead(self) -> int:
         """Tokens that the step adds at most."""
         return self.num_drafts + self.samples

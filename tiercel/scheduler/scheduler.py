@@ -100,6 +100,33 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that fits an empty cache."""
+        return self.cache.capacity
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the first group of the cache."""
+        return self.cache.allocators[0].num_blocks
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache that running requests hold."""
+        return self.cache.usage
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of prompts and items that are to be computed before another request's."""
+        return sum(
+            max(0, request.num_input_tokens - request.num_computed)
+            for request in (*self.waiting, *self.running)
+        )
+
+    def known_tokens(self, request: Request) -> int:
+        """Tokens at the start of a new request that the prefix cache holds."""
+        return self._find_prefix(request).num_blocks * self.cache.block_size
+
     def add(self, request: Request) -> None:
         """Queue a request that was checked to fit an empty cache."""
         request.arrival = self._num_added
