@@ -24,6 +24,8 @@ from tiercel.ipc.rank_messages import decode_to_rank
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request, Status
 from tiercel.request.score_task import ScoreRead, ScoreTask
+from tiercel.runner.joint_step import joint_step, make_scratch_parts
+from tiercel.scheduler.joint import JointOutput, JointScheduler
 from tiercel.scheduler.scheduler import Scheduler
 from tiercel.scheduler.step_budget import StepBudget
 from tiercel.spec.policy import DraftPolicy
@@ -56,6 +58,56 @@ class FakeMatchers:
         return None if request.grammar is None else FakeMatcher()
 
 
+class JointDevices:
+    """The devices of all ranks, each with requests of its own; stands in for `JointRunner`.
+
+    Every rank runs all of them, in place of an exchange of results; and sees that ranks would pass
+    the layers together.
+    """
+
+    def __init__(self, runners, scratch):
+        self.runners, self.rows = runners, self
+        self._scratch = make_scratch_parts(scratch)
+
+    def launch(self, plan):
+        steps = [joint_step(plan, rank, self._scratch, lambda *_: None)
+                 for rank in range(len(self.runners))]  # fmt: skip
+        for rank, (step, own) in enumerate(zip(steps, plan.by_rank, strict=True)):
+            self._check(rank, step, steps[0].shape, () if own is None else own.scheduled)
+        return [own and runner.launch(own)
+                for runner, own in zip(self.runners, plan.by_rank, strict=True)]  # fmt: skip
+
+    def _check(self, rank, step, shape, planned):
+        """A rank has all its parts, and in each pass what it is said to bring: a row at least."""
+        assert step.shape == shape, "every rank knows the same passes"
+        real = [part for part in step.parts if part.request.request_id != "scratch"]
+        assert sorted(map(id, real)) == sorted(map(id, planned))
+        passes = [(shape.answers, step.parts)]
+        if shape.drafts:
+            answers = [part for part in step.parts if part.is_answer]
+            chunks = [part for part in step.parts if not part.is_answer]
+            passes = [(shape.answers, answers), (shape.chunks, chunks)]
+        for shares, parts in passes:
+            assert (shares is None) == (not parts), "all ranks make a pass, or none"
+            if shares is not None:
+                assert sum(part.num_tokens for part in parts) == shares.tokens[rank] > 0
+                assert sum(part.samples for part in parts) == shares.rows[rank]
+        drafting = shape.chunks.rows if shape.drafts and shape.chunks else ()
+        assert not any(drafting) or all(drafting), "all ranks draft after a pass, or none"
+
+    def collect(self, steps):
+        sampled = {}
+        for runner, step in zip(self.runners, steps, strict=True):
+            sampled |= {} if step is None else runner.collect(step)
+        return sampled
+
+    def forget_staged(self):
+        """Nothing is staged here."""
+
+    def __getattr__(self, name):  # counts
+        return sum(getattr(runner, name) for runner in self.runners)
+
+
 class Shape:
     """The sizes and options of a scenario; the same on every rank."""
 
@@ -75,6 +127,7 @@ class Shape:
         self.least_computed = dice.choice((1, 3))
         longest = 34 + self.spare_places
         self.num_blocks = 1 + -(-longest // self.block_size) + dice.randint(0, 12)
+        self.num_schedulers = num_ranks if dice.random() < 0.4 else 1
 
     def engine(self, make, clock):
         """The engine of a rank, by `make(scheduler, runner, config)`, and its runner."""
@@ -83,20 +136,27 @@ class Shape:
         if self.window:
             most = len(range(0, self.window - 1 + most_places - 1, self.block_size)) + 1
             groups.append(GroupBlocks(2 + 2 * most, self.window))
-        cache = CacheManager(
-            groups, self.block_size, most_places, has_prefix_cache=self.has_prefix_cache
-        )
-        scheduler = Scheduler(
-            cache, self.max_num_seqs, StepBudget(self.budget, is_timed=self.is_timed),
-            least_computed=self.least_computed,
-            policy=DraftPolicy(self.costs, self.spare_places) if self.max_drafts else None,
-        )  # fmt: skip
-        runner = FakeRunner(cache, self.max_num_seqs, self.budget)
+        budget = StepBudget(self.budget, is_timed=self.is_timed)
+        schedulers, runners = [], []
+        for _ in range(self.num_schedulers):
+            cache = CacheManager(
+                groups, self.block_size, most_places, has_prefix_cache=self.has_prefix_cache
+            )
+            policy = DraftPolicy(self.costs, self.spare_places) if self.max_drafts else None
+            schedulers.append(
+                Scheduler(cache, self.max_num_seqs, budget, self.least_computed, policy)
+            )
+            runners.append(FakeRunner(cache, self.max_num_seqs, self.budget))
+        scheduler, runner = schedulers[0], runners[0]
+        if len(schedulers) > 1:
+            scheduler = JointScheduler(schedulers)
+            runner = JointDevices(runners, self.max_num_seqs)
         longest = (self.num_blocks - 1) * self.block_size
         config = EngineConfig(
             torch.device("cpu"), torch.float32, longest, self.max_num_seqs, self.budget,
             self.block_size, 0.9, 0, 1, overlap=self.overlaps, spec=self.spec,
             timed_steps=self.is_timed, tensor_parallel_size=self.num_ranks,
+            data_parallel_attention=self.num_schedulers > 1,
         )  # fmt: skip
         engine = make(scheduler, runner, config)
         engine._clock = clock
@@ -122,6 +182,8 @@ class Record:
         engine.scheduler.schedule, engine.submit = watched_schedule, watched_submit
 
     def describe(self, plan):
+        if isinstance(plan, JointOutput):
+            return plan.step_id, [own and self.describe(own) for own in plan.by_rank]
         parts = [
             (p.request.arrival, p.row, p.start, p.num_query, p.num_drafts, p.samples, p.items)
             for p in plan.scheduled
@@ -131,11 +193,14 @@ class Record:
     def end(self):
         """All that is left at the end."""
         scheduler = self.engine.scheduler
+        caches = [part.cache for part in getattr(scheduler, "schedulers", [scheduler])]
+        allocators = [allocator for cache in caches for allocator in cache.allocators]
         return (
             [(r.output_token_ids, r.finish_reason, r.stop_reason) for r in self.requests],
             [r.scores.tolist() for r in self.requests],
-            [list(a._free) for a in scheduler.cache.allocators],
-            [list(a._idle) for a in scheduler.cache.allocators],
+            [list(a._free) for a in allocators],
+            [list(a._idle) for a in allocators],
+            [request.rank for request in self.requests],
             (scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits),
         )
 

@@ -16,7 +16,7 @@ from tiercel.request.request import Request
 def check(seed, num_ranks):
     """Run a random scenario; all ranks have planned and computed the same at its end."""
     world = LockstepWorld(seed, num_ranks)
-    world.run()
+    world.run(8 * world.shape.num_schedulers)
     for rank, record in enumerate(world.records, 1):
         where = f"seed {seed}, rank {rank}"
         assert record.plans == world.leader.plans, where
@@ -42,6 +42,9 @@ def check_many(seeds):
         seen["chunks"] += world.engine.runner.num_chunks
         seen["late forms"] += world.num_late
         seen["timed"] += world.shape.is_timed
+        if world.shape.num_schedulers > 1:
+            seen["own requests"] += len({request.rank for request in requests}) > 1
+            seen["preemptions beside others"] += scheduler.num_preemptions > 0
         seen["items"] += sum(request.num_items_done for request in requests)
         seen.update(str(request.finish_reason) for request in requests)
     return seen
@@ -49,8 +52,9 @@ def check_many(seeds):
 
 def test_ranks_plan_alike(monkeypatch):
     monkeypatch.setattr(lockstep, "WORD_STEPS", 4)
-    seen = check_many(range(300))
-    kinds = ("preemptions", "hits", "drafts", "wrong drafts", "chunks", "late forms", "timed")
+    seen = check_many(range(200))
+    kinds = ("preemptions", "hits", "drafts", "wrong drafts", "chunks", "late forms", "timed",
+             "own requests", "preemptions beside others")  # fmt: skip
     for kind in (*kinds, "items", "abort", "stop", "length", "error"):
         assert seen[kind] > 10, kind
 
