@@ -88,12 +88,13 @@ async def assert_dies(client, streams, ranks, words):
     "victims",
     [
         [1],
-        pytest.param([0], marks=pytest.mark.slow),
+        pytest.param([0, 0], marks=pytest.mark.slow),
+        pytest.param([1, 1], marks=pytest.mark.slow),
         pytest.param([1, 2, 3], marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_killed_ends_all_and_they_come_back(model, victims, caplog):
-    """In decode, in prefill and while loading; then they answer as one rank does."""
+    """In decode, and then in prefill; then they answer as one rank does."""
     size = {"tensor_parallel_size": 4 if len(victims) == 3 else 2}
 
     async def main():
@@ -157,6 +158,24 @@ async def assert_dies_in_time(client, streams, ranks, words):
     await wait_until(lambda: client.failure is not None, 45)
     assert words in client.failure
     await wait_until(lambda: not any(map(is_alive, ranks)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_while_it_loads_is_started_again(model, victim):
+    async def main():
+        client = make_client(model, **TWO)
+        await client.start()
+        await wait_until(lambda: client.pid is not None and len(ranks_of(client)) == 2, 30)
+        first = ranks_of(client)
+        os.kill(first[victim], signal.SIGKILL)
+        await client.wait_ready()
+        assert client.num_restarts == 1
+        assert not any(map(is_alive, first))
+        assert await answer(client, Maker(client.info))
+        await client.close()
+
+    run(main)
 
 
 @pytest.mark.slow

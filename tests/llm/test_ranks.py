@@ -1,9 +1,11 @@
 """`LLM` with several ranks: the answers of one, and the end of all when one is lost."""
 
 import contextlib
+import errno
 import gc
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections import deque
@@ -180,6 +182,24 @@ def test_without_peer_access_nccl_adds_all_and_it_is_said(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         assert ranks.join_group(0, 2, device, "file:///x").small_sums is None
     assert f"NCCL adds small tensors too: {reason}." in caplog.text
+
+
+def test_without_room_for_a_folder_ranks_do_not_start(model, monkeypatch):
+    def refuse(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    known = set(children())
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(EngineDeadError, match="ranks meet: No space left on device") as caught:
+        open_ranks(model)
+    assert "TMPDIR" in caught.value.hint
+    assert set(children()) <= known
+
+
+def test_a_process_has_one_model_on_several_ranks(model, monkeypatch):
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    with pytest.raises(ArgumentError, match="a model on several ranks already"):
+        open_ranks(model)
 
 
 def children():

@@ -1,5 +1,6 @@
 """Groups of processes: sums in the order of ranks, gathers, and what is said of a lost rank."""
 
+import socket
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -123,6 +124,19 @@ def test_the_top_of_shards_is_the_top_of_all(four_ranks, count):
     for found_values, found_ids in four_ranks.run(merge, logits.numpy(), count):
         assert np.array_equal(found_values, values[:, :count].numpy())
         assert np.array_equal(found_ids, ids[:, :count].numpy())
+
+
+def test_a_place_where_ranks_cannot_meet_is_named():
+    """A port in use, and a disk that is full."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        places = [
+            (f"tcp://127.0.0.1:{port}", "address already in use"),
+            ("file:///dev/full", "No space left on device"),
+        ]
+        for address, words in places:
+            with pytest.raises(RankLostError, match=f"the other ranks at {address}.*{words}"):
+                connect(0, 2, torch.device("cpu"), address, 2.0)
 
 
 def share(group, source):

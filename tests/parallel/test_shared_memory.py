@@ -188,6 +188,22 @@ def test_inspect_shows_each_gpu(tmp_path):
     assert "H100, 80 GB            fits on 1 or 2 or 4 or 8 or 16 of them" in shown
 
 
+def test_inspect_shows_gpus_with_requests_of_their_own():
+    """Attention and cache are whole on each of them, experts are not."""
+    options = ("--tensor-parallel-size", "2", "--data-parallel-attention")
+    gpus = json.loads(tiercel("inspect", TINY, *options, "--json").stdout)["gpus"]
+    shared = json.loads(tiercel("inspect", TINY, *options[:2], "--json").stdout)["gpus"]
+    assert (gpus["data_parallel_attention"], shared["data_parallel_attention"]) == (True, False)
+    assert gpus["whole_weight_bytes"] > shared["whole_weight_bytes"]
+    assert gpus["split_weight_bytes"] < shared["split_weight_bytes"]
+    rank = Sharding(0, 2, tensor_parallel=False, expert_parallel=True)
+    planned = weight_footprint(open_source(TINY), "bfloat16", "cuda", sharding=rank)
+    assert gpus["split_weight_bytes"] + gpus["whole_weight_bytes"] == planned.nbytes
+    assert gpus["kv_bytes_full_context"] == shared["kv_bytes_full_context"]
+    shown = tiercel("inspect", TINY, *options).stdout
+    assert "Each of 2 GPUs (requests of its own, whole experts, bfloat16)" in shown
+
+
 def test_inspect_refuses_in_one_line():
     process = tiercel("inspect", TINY, "--tensor-parallel-size", "4")
     assert process.returncode == 1

@@ -62,8 +62,10 @@ def _options_at(length: int, vocab_size: int) -> list[SamplingParams]:
 
 
 def _run(engine: Engine, request: Request) -> None:
-    """Run a request to its end."""
+    """Run a request to its end; where ranks have requests of their own, one on each of them."""
     engine.submit(request)
+    for _ in range(1, engine.config.num_schedulers):
+        engine.submit(request.clone_for_engine())
     while engine.has_work:
         engine.step()
 

@@ -70,11 +70,20 @@ class Meeting:
             size: ranks.
             listener: where ranks of other hosts knock; None if there are none.
             ranks_per_host: ranks of each host, with `listener`.
+
+        Raises:
+            EngineDeadError: no folder can be made.
         """
         self._size = size
         self._listener = listener
         self._num_here = ranks_per_host if listener is not None else size
-        self._folder = Path(tempfile.mkdtemp(prefix="tiercel-ranks-"))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="tiercel-ranks-"))
+        except OSError as error:
+            raise EngineDeadError(
+                f"no folder can be made in which ranks meet: {error.strerror}.",
+                hint="Make room for temporary files, or let TMPDIR name another folder.",
+            ) from None
         self._come: dict[int, socket.socket] = {}
         if listener is None:
             self.address = (self._folder / "meet").as_uri()
