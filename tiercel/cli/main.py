@@ -59,10 +59,13 @@ _COMMANDS = {
 _GROUPS = {"bench": "Measure the speed of a server or of the engine; default: bench speed."}
 _DEFAULTS = {"bench": "speed"}  # the default command of a group
 _COMMON_FLAGS = frozenset({"--verbose", "-v", "--quiet", "-q"})  # of CommonOptions, like --config
-_HELP = (
-    "Run language models from GGUF files and model folders, on CPU and CUDA.\n\n"
-    "Every command takes -v (--verbose), -q (--quiet) and --config PATH, before or after its name."
-)
+_HELP = """Run language models from GGUF files and model folders, on CPU and CUDA.
+
+Options of every command, before or after its name:
+  --config PATH  TOML file of options; flags override it.
+  -v, --verbose  Say more; show tracebacks.
+  -q, --quiet    Only results and errors."""
+_COMMON = "Also --config PATH, -v and -q, as for every command: see tiercel --help."
 _EXAMPLES = {
     "tiercel": (
         'tiercel generate "The capital of France is" --max-tokens 8',
@@ -182,7 +185,8 @@ def make_app() -> App:
 
 
 def _epilogue(name: str) -> str:
-    return "\n".join(["Examples:", *(f"  {line}" for line in _EXAMPLES[name])])
+    examples = "\n".join(["Examples:", *(f"  {line}" for line in _EXAMPLES[name])])
+    return f"{_COMMON}\n\n{examples}" if name in _COMMANDS else examples
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:

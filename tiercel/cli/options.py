@@ -17,7 +17,7 @@ from tiercel.config import MAX_RANKS
 
 MODEL_GROUP = Group("Model", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=3)
-COMMON_GROUP = Group("Common", sort_key=4)
+COMMON_GROUP = Group("Common", sort_key=4, show=False)  # `tiercel --help` explains them once
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
