@@ -24,26 +24,29 @@ PIP = re.compile(r"(?:uv )?pip install[^'\";]*(?:'[^']*')?")
 PIP_OPTIONS = {"no-deps", "only-binary", "disable-pip-version-check", "no-input", "progress-bar"}
 
 
+@cache
 def texts(path):
     """(line, text) of each string that users may see; `{}` stands for a value.
 
     Docstrings count in `cli/` only: those of commands are their help.
     """
-    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = []
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     skipped = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         is_holder = isinstance(node, holders) and path.parent.name != "cli"
         if is_holder and node.body and isinstance(node.body[0], ast.Expr):
             skipped.add(id(node.body[0].value))
         if isinstance(node, ast.JoinedStr):
             skipped.update(id(part) for part in node.values)
             parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
-            yield node.lineno, "".join(parts)
-    for node in ast.walk(tree):
+            found.append((node.lineno, "".join(parts)))
+    for node in nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if is_text and id(node) not in skipped:
-            yield node.lineno, node.value
+            found.append((node.lineno, node.value))
+    return found
 
 
 @cache
