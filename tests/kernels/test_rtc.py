@@ -183,6 +183,11 @@ def is_rare(source, config):
     return is_file and config is not None and config.is_split
 
 
+def is_rare_elsewhere(source, arch):
+    """By default Q4_K and Q6_K on sm_80, and Q4_K on what is newer than Hopper."""
+    return has_fields(source) or (arch != "sm_80" and ("QTYPE", 4) not in source.macros)
+
+
 # DeepSeek-V4's attention and indexer: lists of all kinds, and all launches.
 LATENT_KINDS = (((2, False), (1, False)), ((2, False),), ((0, True), (0, False)))
 CLUSTERS = (1, 2, 8)
@@ -241,8 +246,7 @@ def test_mhc_mix_finish_keeps_streams_in_registers(hidden, splits, tmp_path):
 
 
 PACKED_SOURCES = {source: config for name in UNIT_TYPES for source, config in packed_sources(name)}
-# On Hopper, and elsewhere the widest of each type and layout and what decodes; by default on sm_80,
-# since sources do not tell Hopper from what is newer.
+# On Hopper, and elsewhere the widest of each type and layout and what decodes.
 Q4K_CASES = [
     pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
     for source, config in PACKED_SOURCES.items()
@@ -250,7 +254,7 @@ Q4K_CASES = [
     pytest.param(
         source,
         arch,
-        marks=[pytest.mark.slow] * (arch != ARCHS[1] or has_fields(source)),
+        marks=[pytest.mark.slow] * (arch in RARE_ARCHS or is_rare_elsewhere(source, arch)),
     )
     for source, config in PACKED_SOURCES.items()
     for arch in (*ARCHS[1:], *RARE_ARCHS)

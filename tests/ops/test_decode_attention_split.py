@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.test_rtc import EVERY_ARCH, compile_here
+from tests.kernels.test_rtc import ARCH, ARCHS, RARE_ARCHS, compile_here
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
 from tiercel.kernels.attention import decode_attention_split as kernel
 from tiercel.reference import decode_attention as oracle
@@ -300,14 +300,23 @@ def test_selected_launch_fits(head_dim, rows, limit):
         assert config.ctas * (config.smem_bytes(head_dim) + 1024) + merges * 1024 <= 228 << 10
 
 
-@pytest.mark.parametrize("arch", EVERY_ARCH)
-@pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
+# Merges, which are alike but for sizes, in all sizes of one head size only.
+COMPILED = [
+    pytest.param(head_dim, arch, marks=[pytest.mark.slow] * is_rare)
+    for head_dim in kernel.HEAD_DIMS
+    for arch in (*ARCHS, *RARE_ARCHS)
+    for is_rare in [arch in RARE_ARCHS or (arch != ARCH and head_dim != 128)]
+]
+MERGES = ((1, 8), (1, 9), (1, 33), (1 << 15, 33), (1 << 20, 33))
+
+
+@pytest.mark.parametrize(("head_dim", "arch"), COMPILED)
 def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
     sources = set()  # some choices are the same
-    for rows, folds in ((4, False), (4, True), (32, True)) if arch == "sm_90a" else ((32, True),):
+    for rows, folds in ((4, False), (4, True), (32, True)) if arch == ARCH else ((32, True),):
         config = kernel.select_decode_attention_split(head_dim, rows)
         sources.add(kernel.attention_source(head_dim, torch.float16, 64, config, folds=folds))
-        for results, slots in ((1, 8), (1, 9), (1, 33), (1 << 15, 33), (1 << 20, 33)):
+        for results, slots in MERGES if (head_dim, arch) == (128, ARCH) else MERGES[-1:]:
             merge = kernel.select_merge(results, slots, num_sms=132, folds=folds)
             dtype = torch.bfloat16
             sources.add(kernel.merge_source(head_dim, dtype, config, merge, folds=folds))

@@ -146,7 +146,11 @@ def test_launches_fit_and_parts_are_equal(shape):
     assert [kernel.select_parts(units) for units in (1, 2, 3, 4, 8, 16)] == [1, 2, 3, 4, 4, 8]
 
 
-SOURCES = [pytest.param(source, "sm_90a") for source in moe_sources()]
+# By default one launch of each type, of one token and of many in turn.
+SOURCES = [
+    pytest.param(source, "sm_90a", marks=[pytest.mark.slow] * (number % 4 in (1, 2)))
+    for number, source in enumerate(moe_sources())
+]
 SOURCES += [
     pytest.param(source, arch, marks=pytest.mark.slow)
     for source in moe_sources()

@@ -129,8 +129,15 @@ def test_a_table_is_at_most_half_full(tokens):
     assert bool((index.slots == EMPTY_SLOT).all())
 
 
-@pytest.mark.parametrize(("is_step", "largest"), [(True, 4), (True, 64), (False, 4)])
-@pytest.mark.parametrize("token_bytes", [4, 8])
+# The widest of all, and both kinds of launch.
+SOURCES = [(8, True, 64), (4, True, 4), (4, False, 4)]
+OTHER_SOURCES = [(4, True, 64), (8, True, 4), (8, False, 4)]
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "is_step", "largest"),
+    [*SOURCES, *(pytest.param(*source, marks=pytest.mark.slow) for source in OTHER_SOURCES)],
+)
 def test_kernel_compiles_without_spills(token_bytes, is_step, largest, tmp_path):
     config = select_ngram_index(is_step=is_step)
     check_no_spills(ngram_index_source(config, token_bytes, 4, largest), tmp_path)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.kernels.test_rtc import EVERY_ARCH, compile_here
+from tests.kernels.test_rtc import ARCH, ARCHS, EVERY_ARCH, RARE_ARCHS, compile_here
 from tests.packed_weights import (
     LAYOUTS,
     check_dependent_launches,
@@ -150,9 +150,17 @@ def test_the_quantiser_compiles_for(arch, tmp_path):
     assert compile_here(kernel.quantise_source(64), tmp_path, arch)
 
 
-@pytest.mark.parametrize("arch", EVERY_ARCH)
-@pytest.mark.parametrize("in_file", [False, True])
-@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+# Each type in each layout on Hopper, one of them elsewhere.
+COMPILED = [
+    pytest.param(qtype, in_file, arch, marks=[pytest.mark.slow] * is_rare)
+    for qtype in TYPES
+    for in_file in (False, True)
+    for arch in (*ARCHS, *RARE_ARCHS)
+    for is_rare in [arch in RARE_ARCHS or (arch != ARCH and (in_file or qtype != TYPES[0]))]
+]
+
+
+@pytest.mark.parametrize(("qtype", "in_file", "arch"), COMPILED, ids=str)
 def test_compiles_for(qtype, in_file, arch, tmp_path):
     config = kernel.make_config(64)
     source = kernel.mmq_source(qtype.name, torch.bfloat16, config, in_file=in_file)
