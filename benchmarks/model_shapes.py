@@ -49,6 +49,41 @@ SHAPES = {
 }
 
 
+# Types of most matrices of a file, and of half of attn_v and ffn_down.
+MIXTURES = {
+    "Q4_K_M": ("Q4_K", "Q6_K"),
+    "Q5_K_M": ("Q5_K", "Q6_K"),
+    "IQ4_XS": ("IQ4_XS", "Q5_K"),
+    "Q8_0": ("Q8_0", "Q8_0"),
+    "Q4_0": ("Q4_0", "Q4_0"),
+}
+# Instead of a type of blocks of 256 where a row is no multiple of 256 columns.
+SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+
+
+def step_types(name: str, mixture: str) -> list[tuple[str, ...]]:
+    """Of each layer of one of SHAPES, the types of q, k, v, o, gate and up, down.
+
+    Args:
+        name: of SHAPES.
+        mixture: of MIXTURES.
+    """
+    shape = SHAPES[name]
+    usual, better = MIXTURES[mixture]
+    columns = (*(shape.hidden,) * 3, shape.heads * shape.head_dim, shape.hidden, shape.intermediate)
+    layers = []
+    for layer in range(shape.layers):
+        best = better if has_more_bits(layer, shape.layers) else usual
+        wanted = (usual, usual, best, usual, usual, best)
+        layers.append(
+            tuple(
+                SMALLER_BLOCKS.get(kind, kind) if wide % 256 else kind
+                for kind, wide in zip(wanted, columns, strict=True)
+            )
+        )
+    return layers
+
+
 def decoder_shape(name: str, num_layers: int = 0) -> DecoderShape:
     """One of SHAPES as the kernel of whole decode steps sees it, all of its layers or some."""
     shape = SHAPES[name]

@@ -23,7 +23,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.model_shapes import SHAPES, Shape, has_more_bits
+from benchmarks.model_shapes import SHAPES, SMALLER_BLOCKS, Shape, has_more_bits
 
 Kind = gguf.GGMLQuantizationType
 # Of types whose blocks begin with one float16 scale: the spread of their codes.
@@ -34,8 +34,6 @@ MIXTURES = {
     "Q4_0": (Kind.Q4_0, Kind.Q4_0, Kind.Q6_K),
     "Q4_1": (Kind.Q4_1, Kind.Q4_1, Kind.Q8_0),
 }
-# Types for rows that are not whole blocks.
-SMALLER_BLOCKS = {Kind.Q4_K: Kind.Q5_0, Kind.Q6_K: Kind.Q8_0}
 CODES = 64 << 20  # bytes of random codes, which are reused
 
 
@@ -54,7 +52,7 @@ def matrices(shape: Shape) -> Iterator[Matrix]:
 
     def matrix(tensor: str, kind: Kind, out: int, inner: int) -> Matrix:
         if inner % gguf.GGML_QUANT_SIZES[kind][0]:
-            kind = SMALLER_BLOCKS[kind]
+            kind = Kind[SMALLER_BLOCKS[kind.name]]
         return Matrix(tensor, kind, out, inner)
 
     yield matrix("token_embd", output if shape.tied else usual, shape.vocab, shape.hidden)

@@ -42,13 +42,18 @@ def columns_of(shape):
 def random_matrix(rows, columns, qtype, generator):
     """Random codes; d (and dmin) of both signs such that products keep a size of about 1."""
     device = generator.device
-    size = (rows, columns // 256, qtype.block_bytes)
+    size = (rows, columns // qtype.block_weights, qtype.block_bytes)
     data = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
     spread = columns**-0.5
     ranges = {
         QuantType.Q4_K: {0: spread / 150, 2: spread / 20},
         QuantType.Q5_K: {0: spread / 300, 2: spread / 20},
         QuantType.Q6_K: {208: spread / 1300},
+        QuantType.Q4_0: {0: spread / 5},
+        QuantType.Q8_0: {0: spread / 74},
+        QuantType.IQ4_XS: {0: spread / 1200},
+        QuantType.Q5_0: {0: spread / 9},
+        QuantType.IQ4_NL: {0: spread / 65},
     }[qtype]
     for at, d in ranges.items():
         factor = 0.5 + torch.rand(*size[:2], 1, device=device, generator=generator)

@@ -87,7 +87,7 @@ def test_fused_kernels_are_told_with_a_reason(facts, tiny, tmp_path, capsys):
     large = sparse_model(tmp_path / "8b.gguf", "qwen3-8b")
     assert set(facts(large)["runs"]["fused_kernels"].values()) == {"fits"}
     found = facts(tiny)["runs"]["fused_kernels"]
-    assert "not a multiple of 256" in found["fused_decode_step"]
+    assert "not a multiple of 128" in found["fused_decode_step"]
     assert run(["inspect", str(tiny)]) == 0
     text = capsys.readouterr().out
     assert "Fused kernels (H100/H200, float16)" in text

@@ -360,6 +360,19 @@ DEV int dp4a_us(u32 w, u32 a, int c) {
   for (int i = 0; i < 32; i += 8) c += (int)(u8)(w >> i) * (int)(signed char)(a >> i);
   return c;
 }
+DEV int dp4a_ss(u32 w, u32 a, int c) {
+  for (int i = 0; i < 32; i += 8) c += (int)(signed char)(w >> i) * (int)(signed char)(a >> i);
+  return c;
+}
+DEV u32 permute(u32 a, u32 b, u32 places) {
+  const u64 bytes = a | (u64)b << 32;
+  u32 d = 0;
+  for (int i = 0; i < 4; ++i) {
+    const u32 place = places >> (4 * i) & 15, byte = (u32)(bytes >> (8 * (place & 7))) & 255;
+    d |= (place & 8 ? (byte & 128 ? 255 : 0) : byte) << (8 * i);
+  }
+  return d;
+}
 template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
   const auto rows = collect(a);
   const int outer = lane_id() / 4, inner = 2 * (lane_id() % 4);

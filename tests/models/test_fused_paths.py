@@ -41,7 +41,8 @@ CPU = "the device is cpu, not a GPU"
         (
             "qwen3-8b",
             {"Q4_K": "F16"},
-            "q of layer 0 is F16; the kernel reads Q4_K, Q5_K and Q6_K",
+            "q of layer 0 is F16; the kernel reads Q4_K, Q6_K, Q5_K, Q4_0, Q8_0, IQ4_XS, Q5_0 and "
+            "IQ4_NL",
             "o: F16; the kernel reads Q4_K and Q6_K (after the attention of layer 0)",
         ),
         ("qwen3-1.7b", {}, None, None),

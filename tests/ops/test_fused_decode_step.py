@@ -25,7 +25,9 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK_TOKENS,
     MATRICES,
+    TYPES,
     make_geometry,
+    make_mask,
 )
 from tiercel.kernels.fused.fused_decode_step_stream import StreamLayout
 from tiercel.ops.fused_decode_step import (
@@ -45,6 +47,12 @@ TOLERANCE = 1.5e-2
 ALL_Q6 = 63
 ALL_Q5 = ALL_Q6 << 6
 Q5_K_M = V_AND_DOWN | (ALL_Q6 - V_AND_DOWN) << 6  # of half of such a file's layers
+# Of q, k, v, o, gate and up, down: each type of blocks of 32, once as the first of its phase.
+SMALL_BLOCKS = (
+    make_mask(("Q4_0", "Q8_0", "Q5_0", "IQ4_XS", "IQ4_NL", "Q8_0")),
+    make_mask(("Q8_0", "IQ4_NL", "Q4_0", "Q5_0", "Q8_0", "Q4_0")),
+)
+IQ4_M = make_mask(("IQ4_XS", "IQ4_XS", "Q5_K", "Q6_K", "IQ4_XS", "Q5_K"))
 # Each way of sharing rows, with few of them: what published sizes have, and heads of 64, several
 # query heads, biases, CTAs with more and with fewer groups.
 SHAPES = {
@@ -57,6 +65,7 @@ SHAPES = {
     "llama": make_shape(hidden=2048, inner=2048, head_dim=64),
     "qwen2": make_shape(hidden=3584, inner=2560, heads=28, kv_heads=4),  # seven heads, 32 splits
     "heads": make_shape(hidden=512, inner=768, heads=40, kv_heads=40, head_dim=64),  # 3 splits
+    "lanes": make_shape(hidden=640, inner=1152, heads=4, kv_heads=2, head_dim=64),  # odd numbers
     "tiny": make_shape(hidden=512, inner=768, heads=8, kv_heads=2, head_dim=64),
 }
 HAS_BIAS = ("qwen2", "tiny")
@@ -155,18 +164,24 @@ BIG = ("whole", "wide", "widest", "llama", "qwen2")
 )
 def test_packing_keeps_every_byte(name):
     """Every byte of the stream but what fills lines belongs to one matrix."""
-    shape = replace(SHAPES[name], num_layers=3)
-    # No nibble is 0: those of Q5_K change places.
-    stream = StepStream(make_geometry(shape, (0, ALL_Q6, ALL_Q5)), CPU)
+    small_blocks = ("Q4_0", "Q8_0", "Q5_0", "IQ4_NL")
+    kinds = {"lanes": small_blocks, "tiny": TYPES}.get(name, ("Q4_K", "Q6_K", "Q5_K"))
+    types = [QuantType[kind] for kind in kinds]
+    shape = replace(SHAPES[name], num_layers=len(types))
+    # No nibble is 0: some change places.
+    masks = [make_mask([kind.name] * len(MATRICES)) for kind in types]
+    stream = StepStream(make_geometry(shape, masks), CPU)
     rows, columns, written = rows_of(shape), columns_of(shape), 0
     matrices = {}
-    for layer, qtype in enumerate((QuantType.Q4_K, QuantType.Q6_K, QuantType.Q5_K)):
+    for layer, qtype in enumerate(types):
         for matrix in MATRICES:
             count = rows[matrix] * (2 if matrix == "gate_up" else 1)
             data = torch.randint(
                 1, 256, (count, qtype.row_bytes(columns[matrix])), dtype=torch.uint8
             )
             data |= 0x11
+            if qtype is QuantType.Q5_0:  # whose bits change bytes
+                data.unflatten(1, (-1, 22))[..., 2:6] = 255
             stream.write(layer, matrix, data)
             matrices[layer, matrix] = data
             written += data.numel()
@@ -260,6 +275,8 @@ def check_source(build_source, name, masks, length):
         pytest.param("qwen2", (V_AND_DOWN,), 300, id="qwen2"),
         pytest.param("slices", (Q5_K_M, ALL_Q5), 70, id="five_bits"),
         pytest.param("heads", (0,), 600, id="heads"),
+        pytest.param("lanes", SMALL_BLOCKS, 70, id="lanes"),
+        pytest.param("rows", (IQ4_M,), 70, id="four_bits"),
     ],
 )
 def test_source_matches_op(name, masks, length, build_source):

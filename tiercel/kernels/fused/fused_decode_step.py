@@ -25,6 +25,7 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     PHASES,
     RECORD,
     TILE_KEYS,
+    TYPES,
     StepGeometry,
 )
 from tiercel.kernels.fused.fused_refusal import CTAS, SMEM_BYTES
@@ -54,7 +55,7 @@ def cuda_source(
         ("INNER", shape.intermediate_size),
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("HAS_BIAS", int(has_bias)),
-        ("HAS_Q5", int(geometry.has_q5)),
+        ("TYPES", sum(1 << TYPES.index(name) for name in geometry.types)),
         ("IS_BF16", 0),
         ("CTAS", CTAS),
         ("GROUPS", GROUPS),
@@ -93,7 +94,7 @@ def _structures(num_layers: int) -> tuple[type[ctypes.Structure], type[ctypes.St
         ("max_blocks", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("score_scale", ctypes.c_float),
-        ("types", ctypes.c_uint16 * num_layers),
+        ("types", ctypes.c_uint32 * num_layers),
     ]
     caches = [
         ("maps", rtc.TensorMap * (2 * num_layers)),
@@ -179,7 +180,7 @@ def make_args(
         block_tables.shape[1],
         eps,
         scale * LOG2_E,
-        (ctypes.c_uint16 * num_layers)(*masks),
+        (ctypes.c_uint32 * num_layers)(*masks),
     )
 
 

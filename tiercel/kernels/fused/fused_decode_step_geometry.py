@@ -8,9 +8,10 @@ groups of 32, dealt in turn; so are pairs of gate and up, which fill up the CTAs
 groups of o and down. A group is made by one CTA, because 32 neighbours share a scale of 8-bit
 activations.
 
-Of a CTA's rows of a matrix, `RowPlan` says what a warp takes. 32 lanes hold 16 blocks of 256
-columns. Where a row has fewer, a warp takes several rows; where it has more, several warps share
-it, or (of down, whose inputs arrive one after the other) a warp takes its slices in turn.
+Of a CTA's rows of a matrix, `RowPlan` says what a warp takes. 32 lanes hold 128 columns each. Where
+a row has fewer, a warp takes several rows; where it has more, several warps share it, or (of down,
+whose inputs arrive one after the other) a warp takes its slices in turn. Two lanes share a block of
+256 weights, so slices are whole blocks of two lanes, but of rows that are no multiple of 256.
 
 Free of PyTorch.
 """
@@ -27,8 +28,9 @@ from tiercel.kernels.fused.fused_refusal import CTAS, Refusal
 
 GROUPS, GROUP_WARPS = 4, 4  # of warps in a CTA; warps of one
 WARPS = GROUPS * GROUP_WARPS
-BLOCK = 256  # weights of a block of a file
-UNIT_BLOCKS = 16  # that the 32 lanes of a warp hold
+LANE_COLUMNS = 128  # that a lane holds
+BLOCK = 2 * LANE_COLUMNS  # weights of a block of a file, of the types with the largest
+WARP_LANES = 32
 RECORD = 32  # activations with one scale
 TILE_KEYS, BLOCK_TOKENS = 32, 64
 HEAD_DIMS = (64, 128)
@@ -41,8 +43,10 @@ MOST_PARTS = 12  # groups of 32 pairs of a CTA: barriers
 MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
 MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask
 PHASES = ("qkv", "o", "gate_up", "down")
-# By the bits of a matrix in a mask: none, bit i, bit i + 6.
-TYPES = ("Q4_K", "Q6_K", "Q5_K")
+# By their numbers in a mask, of 3 bits: bits i, i + 6 and i + 12 are those of matrix i.
+TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q4_0", "Q8_0", "IQ4_XS", "Q5_0", "IQ4_NL")
+_TYPE_BITS = 3
+_OF_BLOCKS = ("Q4_K", "Q6_K", "Q5_K", "IQ4_XS")  # of 256 weights; else of 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +90,14 @@ class RowPlan(Struct, frozen=True):
     """How the 16 warps of a CTA share a matrix.
 
     Attributes:
-        blocks: of 256 columns in a row.
+        lanes: of 128 columns in a block: 2, or 1 where a row is no multiple of 256 columns.
+        blocks: in a row.
         across: warps that share a row; a power of two.
         times: slices that a warp takes one after the other.
         tile: rows that a warp takes together.
     """
 
+    lanes: int
     blocks: int
     across: int
     times: int
@@ -127,8 +133,8 @@ class StepGeometry(Struct, frozen=True):
 
     Attributes:
         shape: of the decoder.
-        masks: of each layer; bit i is set if matrix i of `MATRICES` is Q6_K, bit i + 6 if it is
-            Q5_K, else it is Q4_K.
+        masks: of each layer; bits i, i + 6 and i + 12 are the number in `TYPES` of the type of
+            matrix i of `MATRICES`.
         plans: of each of `PHASES`.
         splits: CTAs of a key/value head in attention.
         pairs: of each CTA, its groups of 32 pairs of gate and up.
@@ -143,12 +149,13 @@ class StepGeometry(Struct, frozen=True):
     def qtype(self, layer: int, name: str) -> str:
         """The type of one of `MATRICES`, of `TYPES`."""
         bits = self.masks[layer] >> MATRICES.index(name)
-        return TYPES[1 if bits & 1 else 2 if bits >> len(MATRICES) & 1 else 0]
+        return TYPES[sum((bits >> len(MATRICES) * bit & 1) << bit for bit in range(_TYPE_BITS))]
 
     @property
-    def has_q5(self) -> bool:
-        """Whether a matrix is Q5_K."""
-        return any(mask >> len(MATRICES) for mask in self.masks)
+    def types(self) -> tuple[str, ...]:
+        """Those that a matrix has, in the order of `TYPES`."""
+        found = {self.qtype(layer, name) for layer in range(len(self.masks)) for name in MATRICES}
+        return tuple(name for name in TYPES if name in found)
 
     @property
     def heads(self) -> int:
@@ -201,13 +208,11 @@ def refuse_shape(shape: DecoderShape) -> Refusal | None:
 def _refuse_multiples(shape: DecoderShape) -> Refusal | None:
     sizes = {"hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size}
     for name, size in sizes.items():
-        if size % BLOCK:
-            return Refusal(f"{name} is {size}, not a multiple of {BLOCK}")
+        if size % LANE_COLUMNS:
+            return Refusal(f"{name} is {size}, not a multiple of {LANE_COLUMNS}")
     for name, rows in (("q has", shape.q_size), ("k and v have", shape.kv_size)):
         if rows % CTAS:
             return Refusal(f"{name} {rows} rows, not a multiple of {CTAS}")
-    if shape.q_size % BLOCK:
-        return Refusal(f"o has {shape.q_size} columns, not a multiple of {BLOCK}")
     return None
 
 
@@ -248,14 +253,15 @@ def select_plan(columns: int, rows: int, *, may_wait: bool = False) -> RowPlan:
         may_wait: whether slices of columns can follow each other: then a row's sum stays in a
             lane's register, so a warp takes one row at a time and at most two in all.
     """
-    blocks = columns // BLOCK
+    lanes = 1 if columns % BLOCK else 2
+    blocks, unit_blocks = columns // (LANE_COLUMNS * lanes), WARP_LANES // lanes
     candidates = []
     for across in (1, 2, 4, 8, 16):
         for times in range(1, blocks + 1) if may_wait and across == 1 else (1,):
             width = -(-blocks // (across * times))
-            if width > UNIT_BLOCKS or across * times > blocks:
+            if width > unit_blocks or across * times > blocks:
                 continue
-            tile = 1 if times > 1 else UNIT_BLOCKS // width
+            tile = 1 if times > 1 else unit_blocks // width
             if times > 1 and rows > 2 * WARPS:
                 continue
             units = times * math.ceil(math.ceil(rows / tile) * across / WARPS)
@@ -264,7 +270,7 @@ def select_plan(columns: int, rows: int, *, may_wait: bool = False) -> RowPlan:
             cost = 10 * units + times + (units if tile > 1 else 0) + min(across, 4)
             candidates.append((cost, across, times, tile))
     _, across, times, tile = min(candidates)
-    return RowPlan(blocks, across, times, tile)
+    return RowPlan(lanes, blocks, across, times, tile)
 
 
 def _deal_pairs(shape: DecoderShape) -> tuple[tuple[int, ...], ...]:
@@ -305,20 +311,41 @@ def partition(
     refusal = refuse_shape(shape)
     if refusal is not None:
         return refusal
-    masks = []
+    columns = dict.fromkeys(MATRICES, shape.hidden_size)
+    columns |= {"o": shape.q_size, "down": shape.intermediate_size}
     for index, layer in enumerate(layers):
         for name in MATRICES:
-            kinds = list(dict.fromkeys(layer[name]))
-            unknown = [kind for kind in kinds if kind not in TYPES]
-            if unknown:
-                return Refusal(
-                    f"{name} of layer {index} is {unknown[0]}; the kernel reads Q4_K, Q5_K and Q6_K"
-                )
-            if len(kinds) > 1:
-                return Refusal(f"{name} of layer {index} is of two types, {' and '.join(kinds)}")
-        bits = {"Q4_K": 0, "Q6_K": 1, "Q5_K": 1 << len(MATRICES)}
-        masks.append(sum(bits[layer[name][0]] << i for i, name in enumerate(MATRICES)))
-    return make_geometry(shape, masks)
+            reason = _refuse_types(list(dict.fromkeys(layer[name])), columns[name])
+            if reason:
+                return Refusal(f"{name} of layer {index} {reason}")
+    return make_geometry(
+        shape, [make_mask([layer[name][0] for name in MATRICES]) for layer in layers]
+    )
+
+
+def _refuse_types(kinds: Sequence[str], columns: int) -> str:
+    """Why a matrix of some types does not fit; empty if it does."""
+    unknown = [kind for kind in kinds if kind not in TYPES]
+    if unknown:
+        return f"is {unknown[0]}; the kernel reads {', '.join(TYPES[:-1])} and {TYPES[-1]}"
+    if len(kinds) > 1:
+        return f"is of two types, {' and '.join(kinds)}"
+    if kinds[0] in _OF_BLOCKS and columns % BLOCK:
+        return f"is {kinds[0]} with {columns} columns, not a multiple of {BLOCK}"
+    return ""
+
+
+def make_mask(types: Sequence[str]) -> int:
+    """The mask of a layer, see `StepGeometry`.
+
+    Args:
+        types: of each of `MATRICES`.
+    """
+    return sum(
+        (TYPES.index(kind) >> bit & 1) << i + len(MATRICES) * bit
+        for i, kind in enumerate(types)
+        for bit in range(_TYPE_BITS)
+    )
 
 
 def make_geometry(shape: DecoderShape, masks: Sequence[int]) -> StepGeometry:

@@ -3,14 +3,17 @@
 A CTA has 4 groups of warps, and each reads one sequence of bytes from end to end: layer, matrix,
 slice of columns that follows another (of down), part, and there its slots, two by two:
 
-    slot | slot, if there is another | of Q6_K and Q5_K: a slot of the parts C of both
+    slot | slot, if there is another | of Q6_K, Q5_K and Q5_0: a slot of the parts C of both
 
-A slot is a unit for each warp of the group: rows and blocks of 256 weights as
-`fused_decode_step_geometry.RowPlan` deals them; `fused_decode_step_units.cuh` has the order of a
-unit's bytes. Parts C are first qh of both slots, then d (of Q6_K) of both. Slots are whole lines.
-All but d moves in pieces of 16 bytes, so an order is two lists of pieces: of the file and of the
-sequence. Bits of qh of Q5_K belong to 8 groups of 32 weights; a lane's 4 groups get bytes of their
-own, nibbles of weights i and i + 16 side by side.
+A slot is a unit for each warp of the group: rows and blocks of weights as
+`fused_decode_step_geometry.RowPlan` deals them. A lane of a warp has 128 weights of a row. What a
+type stores is cut into planes (`_PLANES`), each of elements that a lane, or two, read together;
+`fused_decode_step_units.cuh` and `fused_decode_step_units32.cuh` have their order. Slots are whole
+lines. A slot of Q8_0 is two, one after the other, with half of each lane's weights.
+
+So an order is two lists for each plane: of elements of the file and of the sequence. Bits of qh of
+Q5_K and Q5_0 belong to 8 groups of 32 weights; a lane's 4 groups get bytes of their own, nibbles of
+weights i and i + 16 side by side. Nibbles of IQ4_XS and IQ4_NL are in the order of weights.
 """
 
 from __future__ import annotations
@@ -25,16 +28,74 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     GROUP_WARPS,
     GROUPS,
     MATRICES,
-    TYPES,
     RowPlan,
     StepGeometry,
 )
+from tiercel.kernels.fused.fused_decode_step_planes import join_planes, split_planes
 from tiercel.kernels.fused.fused_refusal import CTAS
 
-_PIECE, _LINE = 16, 128
-_PIECES = 9  # of a block's header or scales, and of its 8 of codes
-_QH_PIECES = {"Q4_K": 0, "Q6_K": 4, "Q5_K": 2}  # of a block
-_D_BYTES = {"Q4_K": 0, "Q6_K": 2, "Q5_K": 0}
+_LINE = 128
+# Where a plane is: within each unit of a slot; in a slot, unit after unit; so in the second slot of
+# Q8_0; so in the parts C of two slots.
+_UNIT, _SLOT, _SECOND, _PAIR = range(4)
+
+
+class _Plane(Struct, frozen=True):
+    """Elements of a type.
+
+    Attributes:
+        size: bytes of an element.
+        lanes: of a warp that share elements, 1 or 2.
+        count: elements of such lanes; element i of all comes before element i + 1.
+        section: where the plane is.
+        after: bytes of a lane in that section that come before the plane.
+    """
+
+    size: int
+    lanes: int
+    count: int
+    section: int
+    after: int = 0
+
+    @property
+    def lane_bytes(self) -> int:
+        """Bytes of a lane; two that share an element have half of it each."""
+        return self.size * self.count // self.lanes
+
+
+_K_CODES = (_Plane(16, 1, 4, _UNIT), _Plane(16, 2, 1, _UNIT, 64))  # codes; header or scales
+_NIBBLES = (_Plane(16, 1, 4, _SLOT), _Plane(8, 1, 1, _SLOT, 64))  # codes; d
+_FIFTH_BITS = _Plane(16, 1, 1, _PAIR)
+_PLANES: dict[str, tuple[_Plane, ...]] = {
+    "Q4_K": _K_CODES,
+    "Q5_K": (*_K_CODES, _FIFTH_BITS),
+    "Q6_K": (*_K_CODES, _Plane(16, 1, 2, _PAIR), _Plane(2, 2, 1, _PAIR, 32)),
+    "Q4_0": _NIBBLES,
+    "IQ4_NL": _NIBBLES,
+    "Q5_0": (*_NIBBLES, _FIFTH_BITS),
+    "IQ4_XS": (_Plane(16, 1, 4, _SLOT), _Plane(8, 2, 1, _SLOT, 64)),
+    "Q8_0": tuple(
+        plane
+        for section in (_SLOT, _SECOND)
+        for plane in (_Plane(16, 1, 4, section), _Plane(4, 1, 1, section, 64))
+    ),
+}
+
+
+def _section_bytes(qtype: str, *sections: int) -> int:
+    """Bytes of a lane in some sections."""
+    return sum(plane.lane_bytes for plane in _PLANES[qtype] if plane.section in sections)
+
+
+class _Place(Struct, frozen=True):
+    """Where a unit is in a slot, or in the parts C of two: first byte, lanes before, all lanes."""
+
+    at: int
+    before: int
+    lanes: int
+
+
+_NOWHERE = _Place(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +107,18 @@ class _Unit:
     rows: int
     block: int
     blocks: int
-    at: int
-    qh_at: int = 0
-    d_at: int = 0
+    before: int  # lanes of the slot's units before it
+    slot: _Place = _NOWHERE
+    second: _Place = _NOWHERE
+    pair: _Place = _NOWHERE
+
+    def begin(self, plane: _Plane, qtype: str, lanes: int) -> int:
+        """The first byte of one of its planes; `lanes`: its own."""
+        if plane.section == _UNIT:
+            unit_bytes = _section_bytes(qtype, _UNIT)
+            return self.slot.at + unit_bytes * self.slot.before + plane.after * lanes
+        place = (self.slot, self.slot, self.second, self.pair)[plane.section]
+        return place.at + plane.after * place.lanes + plane.lane_bytes * place.before
 
 
 def _slots(plan: RowPlan, rows: int, before: int, group: int) -> range:
@@ -60,7 +130,7 @@ def _slots(plan: RowPlan, rows: int, before: int, group: int) -> range:
 def _slot_units(
     plan: RowPlan, time: int, group: int, part: int, rows: int, slot: int
 ) -> tuple[list[_Unit], int]:
-    """Units of a slot, `at` in blocks from its begin, and the blocks of all."""
+    """Units of a slot and the lanes of all."""
     from_slice = time * plan.across + GROUP_WARPS * group % plan.across
     first = plan.first_block(from_slice)
     width = plan.first_block(from_slice + plan.side) - first
@@ -71,10 +141,10 @@ def _slot_units(
         own_rows = min(plan.tile, rows - row)
         if own_rows > 0:
             block = plan.first_block(mine)
-            at = width * plan.tile * tile + (block - first) * own_rows
+            before = plan.lanes * (width * plan.tile * tile + (block - first) * own_rows)
             blocks = plan.first_block(mine + 1) - block
-            units.append(_Unit(part, row, own_rows, block, blocks, at))
-    return units, width * min(plan.step, rows - slot * plan.step)
+            units.append(_Unit(part, row, own_rows, block, blocks, before))
+    return units, plan.lanes * width * min(plan.step, rows - slot * plan.step)
 
 
 def _lines(num_bytes: int) -> int:
@@ -99,7 +169,9 @@ def _sequence(
     others = {"k": ("q",), "v": ("q", "k")}.get(name, ())
     before = sum(-(-geometry.part_rows(other) // plan.step) for other in others)
     part_slots = -(-rows // plan.step)
-    qh_bytes = _PIECE * _QH_PIECES[qtype]
+    slot_bytes, second_bytes, pair_bytes = (
+        _section_bytes(qtype, *sections) for sections in ((_UNIT, _SLOT), (_SECOND,), (_PAIR,))
+    )
     found: list[_Unit] = []
     start = 0
     for time in range(plan.times):
@@ -109,23 +181,22 @@ def _sequence(
                 pair = [
                     _slot_units(plan, time, group, part, rows, slot) for slot in slots[i : i + 2]
                 ]
-                c_at = start + sum(_lines(own * _PIECE * _PIECES) for _, own in pair)
-                blocks = sum(own for _, own in pair)
-                passed = 0
-                for units, own in pair:
-                    for unit in units:
-                        at = passed + unit.at
-                        found.append(
-                            replace(
-                                unit,
-                                at=start + unit.at * _PIECE * _PIECES,
-                                qh_at=c_at + at * qh_bytes,
-                                d_at=c_at + blocks * qh_bytes + at * _D_BYTES[qtype],
-                            )
+                sizes = [_lines(own * slot_bytes) + _lines(own * second_bytes) for _, own in pair]
+                c_at, lanes, passed = start + sum(sizes), sum(own for _, own in pair), 0
+                for (units, own), size in zip(pair, sizes, strict=True):
+                    second = start + _lines(own * slot_bytes)
+                    found += [
+                        replace(
+                            unit,
+                            slot=_Place(start, unit.before, own),
+                            second=_Place(second, unit.before, own),
+                            pair=_Place(c_at, passed + unit.before, lanes),
                         )
-                    start += _lines(own * _PIECE * _PIECES)
+                        for unit in units
+                    ]
+                    start += size
                     passed += own
-                start = c_at + _lines(blocks * (qh_bytes + _D_BYTES[qtype]))
+                start = c_at + _lines(lanes * pair_bytes)
     return found, start
 
 
@@ -143,7 +214,7 @@ class StreamLayout:
         self._sizes = {
             (name, qtype): _matrix_sizes(geometry, name, qtype)
             for name in MATRICES
-            for qtype in TYPES
+            for qtype in geometry.types
         }
         lengths = torch.zeros((CTAS, GROUPS), dtype=torch.int64)
         self._places: list[dict[str, Tensor]] = []
@@ -201,12 +272,13 @@ class MatrixOrder:
             device: of the weights.
         """
         self.qtype = qtype
-        self.blocks = geometry.plan(name).blocks
+        self.plan = geometry.plan(name)
         with device:
             self._moves = self._list_moves(geometry, name)
 
     def _list_moves(self, geometry: StepGeometry, name: str) -> list[_Moves]:
-        codes, qh, d = [], [], []
+        planes = _PLANES[self.qtype]
+        moves: list[list[_Moves]] = [[] for _ in planes]
         ctas_of: dict[int, list[int]] = {}
         for cta in range(CTAS):
             ctas_of.setdefault(len(geometry.parts(name, cta)), []).append(cta)
@@ -222,72 +294,54 @@ class MatrixOrder:
                     shapes.setdefault((unit.rows, unit.blocks), []).append(unit)
                 owners = torch.tensor(ctas) * GROUPS + group
                 for same in shapes.values():
-                    blocks = self._blocks(same, first_rows)
-                    codes.append(_code_moves(blocks, same, owners))
-                    if _QH_PIECES[self.qtype]:
-                        qh.append(_qh_moves(blocks, same, owners, _QH_PIECES[self.qtype]))
-                    if _D_BYTES[self.qtype]:
-                        d.append(_d_moves(blocks, same, owners))
-        return [_joined(moves) for moves in (codes, qh, d) if moves]
+                    lanes = self._lanes(same, first_rows)
+                    for plane, found in zip(planes, moves, strict=True):
+                        found.append(_plane_moves(plane, self.qtype, lanes, same, owners))
+        return [_joined(found) for found in moves]
 
-    def _blocks(self, units: list[_Unit], first_rows: Tensor) -> Tensor:
-        """(CTAs, units, blocks) indices of the blocks of equal units in a file."""
+    def _lanes(self, units: list[_Unit], first_rows: Tensor) -> Tensor:
+        """(CTAs, units, lanes) of equal units: their numbers among the lanes of all rows."""
+        plan = self.plan
         rows = first_rows[:, torch.tensor([unit.part for unit in units])]
         rows = rows + torch.tensor([unit.row for unit in units])
-        within = torch.arange(units[0].rows)[:, None] * self.blocks + torch.arange(units[0].blocks)
-        first = rows * self.blocks + torch.tensor([unit.block for unit in units])
+        row_lanes, own = plan.lanes * plan.blocks, plan.lanes * units[0].blocks
+        within = torch.arange(units[0].rows)[:, None] * row_lanes + torch.arange(own)
+        first = rows * row_lanes + torch.tensor([plan.lanes * unit.block for unit in units])
         return first[..., None] + within.flatten()
 
     def write(self, stream: Tensor, place: Tensor, data: Tensor) -> None:
         """Put a matrix, (rows, row bytes) uint8 as in a file, into its place in the stream."""
-        for plane, size, moves in zip(self._split(data), (16, 16, 2), self._moves, strict=False):
-            targets = moves.targets(place.to(stream.device), size)
-            _elements(stream, size).index_copy_(0, targets, plane[moves.source])
+        parts = split_planes(self.qtype, data)
+        for plane, part, moves in zip(_PLANES[self.qtype], parts, self._moves, strict=True):
+            elements = _elements(part.contiguous().flatten(), plane.size)
+            targets = moves.targets(place.to(stream.device), plane.size)
+            _elements(stream, plane.size).index_copy_(0, targets, elements[moves.source])
 
     def read(self, stream: Tensor, place: Tensor) -> Tensor:
         """The inverse of `write`."""
-        planes = []
-        for size, moves in zip((16, 16, 2), self._moves, strict=False):
-            found = _elements(stream, size)[moves.targets(place.to(stream.device), size)]
-            planes.append(torch.empty_like(found).index_copy_(0, moves.source, found))
-        return self._join(planes)
+        parts = []
+        for plane, moves in zip(_PLANES[self.qtype], self._moves, strict=True):
+            targets = moves.targets(place.to(stream.device), plane.size)
+            found = _elements(stream, plane.size)[targets]
+            elements = torch.empty_like(found).index_copy_(0, moves.source, found)
+            parts.append(elements.view(torch.uint8).flatten())
+        whole = join_planes(self.qtype, parts)
+        return whole.reshape(
+            -1, whole.numel() * self.plan.lanes * self.plan.blocks // self._num_lanes
+        )
 
-    def _split(self, data: Tensor) -> list[Tensor]:
-        """A file's blocks to elements: pieces with codes, pieces of qh, d."""
-        blocks = data.unflatten(1, (self.blocks, -1))
-        if self.qtype == "Q4_K":
-            parts = [blocks]
-        elif self.qtype == "Q5_K":
-            codes = torch.cat((blocks[..., :16], blocks[..., 48:]), dim=2)
-            parts = [codes, _turn_bits(blocks[..., 16:48])]
-        else:
-            codes = torch.cat((blocks[..., 192:208], blocks[..., :128]), dim=2)
-            parts = [codes, blocks[..., 128:192], blocks[..., 208:]]
-        flat = [part.contiguous().flatten() for part in parts]
-        return [_elements(part, size) for part, size in zip(flat, (16, 16, 2), strict=False)]
-
-    def _join(self, planes: list[Tensor]) -> Tensor:
-        """The inverse of `_split`."""
-        count = planes[0].shape[0] // _PIECES
-        parts = [plane.contiguous().view(torch.uint8).view(count, -1) for plane in planes]
-        if self.qtype == "Q5_K":
-            codes, bits = parts
-            parts = [torch.cat((codes[:, :16], _turn_bits(bits), codes[:, 16:]), dim=1)]
-        elif self.qtype == "Q6_K":
-            codes, qh, d = parts
-            parts = [torch.cat((codes[:, 16:], qh, codes[:, :16], d), dim=1)]
-        return parts[0].reshape(count // self.blocks, -1)
-
-
-def _turn_bits(bits: Tensor) -> Tensor:
-    """Bytes i and i + 16 of 32 to bytes i of their low and of their high nibbles, or back."""
-    low, high = bits[..., :16], bits[..., 16:]
-    return torch.cat((low & 15 | high << 4, low >> 4 | high & 240), dim=-1)
+    @property
+    def _num_lanes(self) -> int:
+        """Of all rows."""
+        codes = _PLANES[self.qtype][0]
+        return self._moves[0].source.numel() // codes.count
 
 
 def _elements(data: Tensor, size: int) -> Tensor:
-    """Bytes as elements of 16 or 2 bytes."""
-    return data.view(torch.int64).view(-1, 2) if size == _PIECE else data.view(torch.int16)
+    """Bytes as elements of 16, 8, 4 or 2 bytes."""
+    if size == 16:
+        return data.view(torch.int64).view(-1, 2)
+    return data.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[size])
 
 
 def _joined(moves: list[_Moves]) -> _Moves:
@@ -299,39 +353,22 @@ def _joined(moves: list[_Moves]) -> _Moves:
     )
 
 
-def _moves(source: Tensor, to: Tensor, units: Tensor, owners: Tensor) -> _Moves:
-    """Source (CTAs, units, n), target of a unit's elements (n,), of units (units,)."""
-    target = units[:, None] + to
+def _plane_moves(
+    plane: _Plane, qtype: str, lanes: Tensor, units: list[_Unit], owners: Tensor
+) -> _Moves:
+    """Element i of all lanes of a unit, then element i + 1.
+
+    Args:
+        plane: of the type.
+        qtype: of the matrix.
+        lanes: (CTAs, units, lanes), their numbers.
+        units: of equal size.
+        owners: (CTAs,), groups of warps.
+    """
+    runs = lanes[..., :: plane.lanes] // plane.lanes
+    number = torch.arange(plane.count)
+    source = (runs[..., None] * plane.count + number).flatten(2)
+    within = (number * runs.shape[2] + torch.arange(runs.shape[2])[:, None]).flatten()
+    begins = [unit.begin(plane, qtype, lanes.shape[2]) // plane.size for unit in units]
+    target = torch.tensor(begins)[:, None] + within
     return _Moves(source, target.expand(source.shape), owners[:, None, None].expand(source.shape))
-
-
-def _code_moves(blocks: Tensor, units: list[_Unit], owners: Tensor) -> _Moves:
-    """Headers or scales, and codes: chunk i of all lanes, then chunk i + 1."""
-    count = blocks.shape[2]
-    lanes = 2 * count
-    piece = torch.arange(4 * 2)  # of a block's codes: 4 of its first lane, 4 of its second
-    to = piece % 4 * lanes + piece // 4 + 2 * torch.arange(count)[:, None]
-    headers = 4 * lanes + torch.arange(count)
-    sources = blocks[..., None] * _PIECES + 1 + piece
-    at = torch.tensor([unit.at // _PIECE for unit in units])
-    return _moves(
-        torch.cat((sources.flatten(2), blocks * _PIECES), dim=2),
-        torch.cat((to.flatten(), headers)),
-        at,
-        owners,
-    )
-
-
-def _qh_moves(blocks: Tensor, units: list[_Unit], owners: Tensor, pieces: int) -> _Moves:
-    """Chunk i of all lanes, then chunk i + 1, if a lane has two."""
-    count, chunks = blocks.shape[2], pieces // 2
-    piece = torch.arange(pieces)
-    to = piece % chunks * 2 * count + piece // chunks + 2 * torch.arange(count)[:, None]
-    at = torch.tensor([unit.qh_at // _PIECE for unit in units])
-    sources = (blocks[..., None] * pieces + piece).flatten(2)
-    return _moves(sources, to.flatten(), at, owners)
-
-
-def _d_moves(blocks: Tensor, units: list[_Unit], owners: Tensor) -> _Moves:
-    at = torch.tensor([unit.d_at // _D_BYTES["Q6_K"] for unit in units])
-    return _moves(blocks, torch.arange(blocks.shape[2]), at, owners)

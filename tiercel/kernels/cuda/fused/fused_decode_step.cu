@@ -20,7 +20,7 @@
 // Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become
 // NaN. So a step ends even if CTAs do not run side by side.
 //
-// Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, HAS_Q5, CTAS, GROUPS of GROUP_WARPS warps,
+// Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, TYPES (a bit each that a matrix has), CTAS, GROUPS of GROUP_WARPS warps,
 // HEAD (its width), KV_HEADS, HEADS (query heads of a key/value head), SPLITS (CTAs of a key/value
 // head), TILE (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a cache block),
 // MOST_TILES (of a group), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of

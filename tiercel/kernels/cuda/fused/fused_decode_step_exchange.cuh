@@ -4,16 +4,10 @@
 
 #include "fused/fused_decode_step_plan.cuh"
 #include "fused/fused_decode_step_ptx.cuh"
-#include "fused/fused_decode_step_units.cuh"
 #include "include/exchange_ptx.cuh"
 #include "include/hopper.cuh"
 
-#define UNIT 2304  // bytes of 16 blocks of Q4_K, and of part A of Q6_K: 144 a block
-#define SLOT (GROUP_WARPS * UNIT)
-#define BLOCK_BYTES 144
-#define QH_BYTES 64  // of part C of a block of Q6_K
-#define D_BYTES 2
-#define Q5_BYTES 32  // of part C of a block of Q5_K
+#define SLOT (GROUP_WARPS * 32 * 72)  // bytes: a unit of 32 lanes for each warp of a group
 #define IN_FLIGHT_NOW 2    // copies in flight of a group while it fetches what is being computed
 #define IN_FLIGHT_AHEAD 1  // ... while running ahead: longer queues delay the exchange
 #define MOST_TICKS 2       // of the clock's upper half, 2.2 s each; no step takes as long
@@ -38,7 +32,7 @@ struct Args {
   const long long* slot;    // of the new token; negative: keep nothing
   int max_blocks;
   float eps, score_scale;   // scale * log2(e)
-  u16 types[LAYERS];        // bits q, k, v, o, gate and up, down: Q6_K; the next six: Q5_K
+  u32 types[LAYERS];        // of q, k, v, o, gate and up, down: lowest bits of `Type`, the next, the last
 };
 struct Caches {
   TMap maps[LAYERS][2];     // K, V: (tokens, KV_HEADS, HEAD) in boxes of (TILE, 1, 64)
@@ -61,9 +55,10 @@ DEV u32 records_at(int kind) {
 // records are spread without bank conflicts, then scales, sums and squares by record.
 DEV constexpr int pitch_of(int columns) { return (columns / 8 + 127) / 128 * 128 + 16; }
 DEV constexpr int input_bytes(int columns) { return 8 * pitch_of(columns) + 3 * columns / 8; }
-constexpr int DOWN_COLUMNS = 256 * (PLAN_DOWN.least + (PLAN_DOWN.extra > 0)) * PLAN_DOWN.across;
+constexpr int DOWN_COLUMNS =
+    128 * PLAN_DOWN.lanes * (PLAN_DOWN.least + (PLAN_DOWN.extra > 0)) * PLAN_DOWN.across;
 DEV constexpr int most(int a, int b) { return a > b ? a : b; }
-constexpr int MOST_COLUMNS = most(most(HIDDEN, Q_ROWS), most(DOWN_COLUMNS, 256));
+constexpr int MOST_COLUMNS = most(most(HIDDEN, Q_ROWS), most(DOWN_COLUMNS, 128));
 constexpr int RECEIVED = (RECORD_VECTORS(MOST_COLUMNS) + CONSUMERS - 1) / CONSUMERS;  // of a thread
 
 // Shared memory, bytes; inputs of neighbouring matrices never share a buffer. Slices of down take

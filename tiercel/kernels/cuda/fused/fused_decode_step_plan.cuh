@@ -1,10 +1,10 @@
 // fused_decode_step: which rows and columns of a matrix each warp multiplies. Macros from
 // kernels/fused/fused_decode_step_geometry.py; it says how they are chosen.
 //
-// A row has blocks of 256 columns, two lanes a block. `across` warps share a row, each with a slice
-// of its blocks; `times` slices follow each other (then a warp keeps its rows). A unit is `tile`
-// rows of a slice. A slot of a group's ring holds a unit for each of its warps; slots of a part (32
-// or 64 rows) go to the groups in turn.
+// A row has blocks of 256 columns, two lanes a block; rows that are no multiple of 256 have blocks of
+// 128, a lane each. `across` warps share a row, each with a slice of its blocks; `times` slices follow
+// each other (then a warp keeps its rows). A unit is `tile` rows of a slice. A slot of a group's ring
+// holds a unit for each of its warps; slots of a part (32 or 64 rows) go to the groups in turn.
 #pragma once
 
 #include "fused/fused_decode_step_ptx.cuh"
@@ -17,8 +17,6 @@
 #define OWN_Q (Q_ROWS / CTAS)  // rows of q of a CTA
 #define OWN_KV (KV_ROWS / CTAS)
 #define OWN_ROWS (OWN_Q + 2 * OWN_KV)
-#define LANE_COLUMNS 128
-#define BLOCK_LANES 2
 
 enum Kind { QKV, O_PROJ, GATEUP, DOWN };
 
@@ -26,25 +24,26 @@ DEV constexpr int log2_of(int power) {  // of 1 to 16
   return (power > 1) + (power > 2) + (power > 4) + (power > 8);
 }
 struct Plan {
-  int blocks, across, times, tile, rows;  // rows: of a part; unused for QKV
+  int lanes, blocks, across, times, tile, rows;  // lanes: of a block; rows: of a part, unused for QKV
   int least, extra;                       // blocks of a slice; slices with one more
   int side, side_log;                     // warps of a group that share a row
   int step;                               // rows of a slot
   int turn, turn_log;                     // groups that slots go round
 };
-DEV constexpr Plan make_plan(int blocks, int across, int times, int tile, int rows) {
+DEV constexpr Plan make_plan(int columns, int across, int times, int tile, int rows) {
+  const int lanes = columns % 256 ? 1 : 2, blocks = columns / (128 * lanes);
   const int side = across < GROUP_WARPS ? across : GROUP_WARPS, turn = GROUPS * side / across;
   const int slices = across * times;
-  return {blocks, across, times, tile, rows, blocks / slices, blocks % slices, side, log2_of(side),
-          tile * (GROUP_WARPS / side), turn, log2_of(turn)};
+  return {lanes, blocks, across, times, tile, rows, blocks / slices, blocks % slices, side,
+          log2_of(side), tile * (GROUP_WARPS / side), turn, log2_of(turn)};
 }
-constexpr Plan PLAN_QKV = make_plan(HIDDEN / 256, QKV_ACROSS, 1, QKV_TILE, 0);
-constexpr Plan PLAN_O = make_plan(Q_ROWS / 256, O_ACROSS, 1, O_TILE, 32);
-constexpr Plan PLAN_GATEUP = make_plan(HIDDEN / 256, GATEUP_ACROSS, 1, GATEUP_TILE, 64);
-constexpr Plan PLAN_DOWN = make_plan(INNER / 256, DOWN_ACROSS, DOWN_TIMES, DOWN_TILE, 32);
+constexpr Plan PLAN_QKV = make_plan(HIDDEN, QKV_ACROSS, 1, QKV_TILE, 0);
+constexpr Plan PLAN_O = make_plan(Q_ROWS, O_ACROSS, 1, O_TILE, 32);
+constexpr Plan PLAN_GATEUP = make_plan(HIDDEN, GATEUP_ACROSS, 1, GATEUP_TILE, 64);
+constexpr Plan PLAN_DOWN = make_plan(INNER, DOWN_ACROSS, DOWN_TIMES, DOWN_TILE, 32);
 // Whether every unit is one row of 16 blocks: then nothing about units is computed.
 DEV constexpr bool is_whole(const Plan& p) {
-  return p.across == 1 && p.tile == 1 && p.least == 16 && p.extra == 0;
+  return p.lanes == 2 && p.across == 1 && p.tile == 1 && p.least == 16 && p.extra == 0;
 }
 constexpr bool WHOLE = is_whole(PLAN_QKV) && is_whole(PLAN_O) && is_whole(PLAN_GATEUP) &&
                        is_whole(PLAN_DOWN) && OWN_Q % 4 == 0 && OWN_KV % 4 == 0;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "fused/fused_decode_step_exchange.cuh"
-#include "fused/fused_decode_step_units.cuh"
+#include "fused/fused_decode_step_units32.cuh"
 
 // ---- the stream
 // A CTA's parts of a matrix: q, k and v; groups of 32 outputs of o and down; of 32 pairs.
@@ -12,10 +12,13 @@ DEV int parts_of(int kind, int gateup_parts) {
   return kind == GATEUP ? gateup_parts : HIDDEN / 32 % CTAS == 0 ? HIDDEN_PARTS
                                                                  : (groups + CTAS - 1) / CTAS;
 }
-enum Type { Q4_K, Q6_K, Q5_K };
 DEV int type_of(int types, int kind, int part) {
   const int bits = types >> (kind == QKV ? part : kind + 2);
-  return bits & 1 ? Q6_K : HAS_Q5 && (bits >> 6) & 1 ? Q5_K : Q4_K;
+  // What the compiler knows of a model's types leaves out the code of others.
+  constexpr int LOWEST = HAS(Q6_K) || HAS(Q4_0) || HAS(IQ4_XS) || HAS(IQ4_NL);
+  constexpr int MIDDLE = HAS(Q5_K) || HAS(Q4_0) || HAS(Q5_0) || HAS(IQ4_NL);
+  constexpr int HIGHEST = HAS(Q8_0) || HAS(IQ4_XS) || HAS(Q5_0) || HAS(IQ4_NL);
+  return (bits & LOWEST) | (MIDDLE ? bits >> 5 & 2 : 0) | (HIGHEST ? bits >> 10 & 4 : 0);
 }
 // Attention is a phase of its own after QKV.
 DEV int phase_of(int layer, int kind) { return 5 * layer + kind + (kind > QKV); }
@@ -71,22 +74,26 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
       const Plan p = plan_of(kind);
 #pragma unroll 1
       for (int time = 0; time < p.times; ++time) {
-        const int wide = make_width(p, time, group, 0).all;
+        const int wide = p.lanes * make_width(p, time, group, 0).all;
 #pragma unroll 1
         for (int part = 0; part < parts; ++part) {
           const Deal deal = make_deal(p, kind, part, group);
           const int type = type_of(types, kind, part);
-          const int c_bytes = type == Q6_K ? QH_BYTES + D_BYTES : Q5_BYTES;
+          auto put_slot = [&](int lanes) {
+            const u32 bytes = whole_lines(slot_bytes(type) * lanes);
+            put(bytes, phase);
+            if (HAS(Q8_0) && type == Q8_0) put(bytes, phase);
+          };
 #pragma unroll 1
           for (int it = 0; it < deal.count; it += 2) {
             int own = wide * deal.rows_of(it);
-            put(whole_lines(BLOCK_BYTES * own), phase);
+            put_slot(own);
             if (it + 1 < deal.count) {
               const int more = wide * deal.rows_of(it + 1);
-              put(whole_lines(BLOCK_BYTES * more), phase);
+              put_slot(more);
               own += more;
             }
-            if (type != Q4_K) put(whole_lines(own * c_bytes), phase);
+            if (has_c(type)) put(whole_lines(own * c_bytes(type)), phase);
           }
         }
       }
@@ -129,13 +136,27 @@ struct Taker {
 };
 
 // ---- matrices
-// The unit of a warp in a slot: where it begins in blocks, its rows and lanes.
+// The unit of a warp in a slot: lanes of those before it, its rows and lanes.
 struct Unit { int at, rows, lanes; };
 DEV Unit make_unit(const Plan& p, const Width& width, int left, int tile) {
-  if (WHOLE) return {16 * tile, 1, 32};
+  if (WHOLE) return {32 * tile, 1, 32};
   const int behind = left - tile * p.tile;  // rows from this unit's first on
   const int rows = behind < 0 ? 0 : behind < p.tile ? behind : p.tile;
-  return {width.all * p.tile * tile + width.before * rows, rows, BLOCK_LANES * width.own * rows};
+  return {p.lanes * (width.all * p.tile * tile + width.before * rows), rows, p.lanes * width.own * rows};
+}
+// A unit of a type without part C, of Q8_0 its first half or its second.
+DEV void load_unit(Q4& w, int type, u32 slot, const Unit& u, int slot_lanes, int lane) {
+  if (HAS(Q4_K) && type == Q4_K)
+    load_q4(w, slot + 72 * u.at, u.lanes, lane);
+  else
+    load_codes(w, type, slot, u.at, u.lanes, slot_lanes, lane);
+}
+template <int HALF> DEV float dot_unit(const Q4& w, int type, const Act& a, int lane) {
+  if (HAS(Q4_K) && type == Q4_K) return dot_q4(w, a, lane);
+  if (HAS(Q4_0) && type == Q4_0) return dot_q4_0(w, a);
+  if (HAS(IQ4_XS) && type == IQ4_XS) return dot_iq4_xs(w, a, lane);
+  if (HAS(IQ4_NL) && type == IQ4_NL) return dot_iq4_nl(w, a);
+  return HAS(Q8_0) ? dot_q8_0<HALF>(w, a) : 0;
 }
 // Sums of a unit's rows, in the first lane of each. column: of the lane among the lanes of its row.
 DEV float sum_rows(float y, int column, int row_lanes) {
@@ -213,40 +234,45 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
   const Plan p = plan_of(kind);
   const int types = g.types[layer], tile = own >> p.side_log;
   const u32 records = records_at(kind);
-  if (kind != DOWN && tid < 24u * p.blocks) ahead = load_relaxed(g.exchange + (records + tid));
+  const u32 block_vectors = 12 * p.lanes;  // of the records of a block of inputs
+  if (kind != DOWN && tid < block_vectors * p.blocks) ahead = load_relaxed(g.exchange + (records + tid));
   float acc0 = 0, acc1 = 0, kept0 = 0, kept1 = 0;
 #pragma unroll 1
   for (int time = 0; time < p.times; ++time) {
     const Width width = make_width(p, time, group, own);
     const int from = first_block(p, time * p.across), until = first_block(p, (time + 1) * p.across);
     const Input in = input_of(smem, kind, time);
-    const int row_lanes = BLOCK_LANES * width.own;
+    const int row_lanes = p.lanes * width.own;
     const int row = WHOLE ? 0 : lane / row_lanes, column = WHOLE ? lane : lane - row * row_lanes;
     // The first units wait for their inputs in registers, so that their slots can be filled again.
     Q4 early0 = {}, early1 = {};
     const Deal head = make_deal(p, kind, 0, group);
-    const int most_early = type_of(types, kind, 0) == Q4_K ? head.count : 0;
-    auto load_early = [&](Q4& to, int it) {
-      if (it >= most_early || !taker.can_take()) return false;
+    const int head_type = type_of(types, kind, 0);
+    const bool is_halves = HAS(Q8_0) && head_type == Q8_0;  // the second is that of the first unit
+    const int most_early = has_c(head_type) ? 0 : is_halves ? 2 * head.count : head.count;
+    auto load_early = [&](Q4& to, int number) {
+      if (number >= most_early || !taker.can_take()) return false;
+      const int it = is_halves ? 0 : number;
       const Unit u = make_unit(p, width, head.left(it), tile);
       const int slot = taker.take();
-      load_q4(to, data + slot * SLOT + BLOCK_BYTES * u.at, u.lanes, lane);
+      load_unit(to, head_type, data + slot * SLOT, u, p.lanes * width.all * head.rows_of(it), lane);
       taker.give_back(slot, lane);
       return true;
     };
     const bool is_early0 = EARLY > 0 && load_early(early0, 0);
     const bool is_early1 = EARLY > 1 && is_early0 && load_early(early1, 1);
-    receive(ahead, g.exchange, records + 24 * from, 24 * (until - from), tag, in, smem);
+    receive(ahead, g.exchange, records + block_vectors * from, block_vectors * (until - from), tag, in,
+            smem);
     if (!WHOLE && kind == GATEUP) ahead.w = tag ^ 1;  // a group may have no rows
     bar_sync(2, CONSUMERS);
     if (tid == 0) store_shared(smem + Layout::COMPUTING, phase);
     const bool is_last = kind != DOWN || time == p.times - 1;
-    if (!is_last && tid < 24u * (p.least + (time + 1 < p.extra)))
-      ahead = load_relaxed(g.exchange + (records + 24 * until + tid));
+    if (!is_last && tid < block_vectors * (p.least + (time + 1 < p.extra)))
+      ahead = load_relaxed(g.exchange + (records + block_vectors * until + tid));
     const Act a = load_act(in.act, in.pitch, in.scales, in.sums,
-                           BLOCK_LANES * (width.first - from) + column);
-    const float early_sum0 = is_early0 ? dot_q4(early0, a, lane) : 0;
-    const float early_sum1 = is_early1 ? dot_q4(early1, a, lane) : 0;
+                           p.lanes * (width.first - from) + column);
+    const float early_sum0 = is_early0 ? dot_unit<0>(early0, head_type, a, lane) : 0;
+    const float early_sum1 = is_early1 ? dot_unit<1>(early1, head_type, a, lane) : 0;
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       const Deal deal = make_deal(p, kind, part, group);
@@ -269,54 +295,76 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
         const Unit u0 = make_unit(p, width, deal.left(it), tile);
         const Unit u1 = make_unit(p, width, is_pair ? deal.left(it + 1) : 0, tile);
         float y0, y1 = 0;
-        if (type == Q4_K) {
+        const int n0 = p.lanes * width.all * deal.rows_of(it);
+        const int n1 = is_pair ? p.lanes * width.all * deal.rows_of(it + 1) : 0;
+        if (!has_c(type)) {
           Q4 w;
+          auto load_next = [&](const Unit& u, int slot_lanes) {
+            const int slot = taker.take();
+            load_unit(w, type, data + slot * SLOT, u, slot_lanes, lane);
+            taker.give_back(slot, lane);
+          };
           const bool is_head = part == 0 && it == 0;
           if (is_early0 && is_head) {
             y0 = early_sum0;
           } else {
-            const int s0 = taker.take();
-            load_q4(w, data + s0 * SLOT + BLOCK_BYTES * u0.at, u0.lanes, lane);
-            taker.give_back(s0, lane);
-            y0 = dot_q4(w, a, lane);
+            load_next(u0, n0);
+            y0 = dot_unit<0>(w, type, a, lane);
           }
-          if (is_early1 && is_head) {
+          if (HAS(Q8_0) && type == Q8_0) {
+            if (is_early1 && is_head) {
+              y0 += early_sum1;
+            } else {
+              load_next(u0, n0);
+              y0 += dot_q8_0<1>(w, a);
+            }
+            if (is_pair) {
+              load_next(u1, n1);
+              y1 = dot_q8_0<0>(w, a);
+              load_next(u1, n1);
+              y1 += dot_q8_0<1>(w, a);
+            }
+          } else if (is_early1 && is_head) {
             y1 = early_sum1;
           } else if (is_pair) {
-            const int s1 = taker.take();
-            load_q4(w, data + s1 * SLOT + BLOCK_BYTES * u1.at, u1.lanes, lane);
-            taker.give_back(s1, lane);
-            y1 = dot_q4(w, a, lane);
+            load_next(u1, n1);
+            y1 = dot_unit<0>(w, type, a, lane);
           }
         } else {
           const int s0 = taker.take(), s1 = is_pair ? taker.take() : s0, s2 = taker.take();
-          const u32 a0 = data + s0 * SLOT + BLOCK_BYTES * u0.at;
-          const u32 a1 = data + s1 * SLOT + BLOCK_BYTES * u1.at, c = data + s2 * SLOT;
-          const int n0 = width.all * deal.rows_of(it);
+          const u32 a0 = data + s0 * SLOT, a1 = data + s1 * SLOT, c = data + s2 * SLOT;
           auto give_back = [&]() {
             taker.give_back(s0, lane);
             if (is_pair) taker.give_back(s1, lane);
             taker.give_back(s2, lane);
           };
-#if HAS_Q5
-          if (type == Q5_K) {
-            Q5 w;
-            load_q5(w, a0, c + Q5_BYTES * u0.at, u0.lanes, lane);
-            y0 = dot_q5(w, a, lane);
-            if (is_pair) load_q5(w, a1, c + Q5_BYTES * (n0 + u1.at), u1.lanes, lane);
-            give_back();
-            if (is_pair) y1 = dot_q5(w, a, lane);
-          } else
-#endif
-          {
+          if (HAS(Q6_K) && type == Q6_K) {
             Q6 w;
-            const u32 d = c + QH_BYTES * (n0 + (is_pair ? width.all * deal.rows_of(it + 1) : 0));
-            load_q6(w, a0, c + QH_BYTES * u0.at, d + D_BYTES * u0.at, u0.lanes, lane);
+            const u32 d = c + 32 * (n0 + n1);
+            load_q6(w, a0 + 72 * u0.at, c + 32 * u0.at, d + u0.at, u0.lanes, lane);
             y0 = dot_q6(w, a);
             if (is_pair)
-              load_q6(w, a1, c + QH_BYTES * (n0 + u1.at), d + D_BYTES * (n0 + u1.at), u1.lanes, lane);
+              load_q6(w, a1 + 72 * u1.at, c + 32 * (n0 + u1.at), d + n0 + u1.at, u1.lanes, lane);
             give_back();
             if (is_pair) y1 = dot_q6(w, a);
+          } else if (HAS(Q5_K) && type == Q5_K) {
+            Q5 w;
+            load_q5(w, a0 + 72 * u0.at, c + 16 * u0.at, u0.lanes, lane);
+            y0 = dot_q5(w, a, lane);
+            if (is_pair) load_q5(w, a1 + 72 * u1.at, c + 16 * (n0 + u1.at), u1.lanes, lane);
+            give_back();
+            if (is_pair) y1 = dot_q5(w, a, lane);
+          } else {
+            Q5 w;
+            load_codes(w.low, Q5_0, a0, u0.at, u0.lanes, n0, lane);
+            w.high = load_shared(c + 16 * (u0.at + lane));
+            y0 = dot_q5_0(w.low, w.high, a);
+            if (is_pair) {
+              load_codes(w.low, Q5_0, a1, u1.at, u1.lanes, n1, lane);
+              w.high = load_shared(c + 16 * (n0 + u1.at + lane));
+            }
+            give_back();
+            if (is_pair) y1 = dot_q5_0(w.low, w.high, a);
           }
         }
         // Other lanes have read what is no weight of theirs.

@@ -44,6 +44,19 @@ DEV int dp4a_us(u32 w, u32 a, int c) {
   asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(w), "r"(a), "r"(c));
   return d;
 }
+// Both signed.
+DEV int dp4a_ss(u32 w, u32 a, int c) {
+  int d;
+  asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(w), "r"(a), "r"(c));
+  return d;
+}
+// Bytes of a and b (0 to 3, 4 to 7) that the four lowest nibbles of `places` name; with a nibble's
+// highest bit set, the sign of the byte for each of its bits.
+DEV u32 permute(u32 a, u32 b, u32 places) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(places));
+  return d;
+}
 DEV float half_to_float(u16 h) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));

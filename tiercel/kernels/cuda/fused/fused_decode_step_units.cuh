@@ -7,10 +7,20 @@
 // 8 bytes of scales; part C, 33 bytes = 2 chunks of qh, and elsewhere a half d for every two lanes.
 // Q5_K: part A as Q4_K, part C 16 bytes: byte i has bits of weights i (low nibble, a bit a group of
 // 32) and i + 16 of its groups.
-// Packed by kernels/fused/fused_decode_step_stream.py.
+// Packed by kernels/fused/fused_decode_step_stream.py. fused_decode_step_units32.cuh has other types.
 #pragma once
 
 #include "fused/fused_decode_step_ptx.cuh"
+
+// In the order of `TYPES` of kernels/fused/fused_decode_step_geometry.py.
+enum Type { Q4_K, Q6_K, Q5_K, Q4_0, Q8_0, IQ4_XS, Q5_0, IQ4_NL };
+#define HAS(type) ((TYPES >> (type)) & 1)  // whether a matrix of the model has the type
+// Bytes of a lane in a slot. Q8_0 has two slots for a unit, others part C for one or two.
+DEV int slot_bytes(int type) { return (HAS(Q8_0) && type == Q8_0) || (HAS(IQ4_XS) && type == IQ4_XS) ? 68 : 72; }
+DEV int c_bytes(int type) { return HAS(Q6_K) && type == Q6_K ? 33 : 16; }
+DEV bool has_c(int type) {
+  return (HAS(Q6_K) && type == Q6_K) || (HAS(Q5_K) && type == Q5_K) || (HAS(Q5_0) && type == Q5_0);
+}
 
 // The lane's 128 activations: codes in 8 chunks of 16, and per group of 32 the scale, scale * sum,
 // and the two sums of 16 (13 bits each, packed). Odd groups hold scale / 16: their weights are the
@@ -75,7 +85,6 @@ DEV float dot_q4(const Q4& w, const Act& a, int lane) {
   return d * acc - dmin * min;
 }
 
-#if HAS_Q5
 struct Q5 { Q4 low; uint4 high; };
 DEV void load_q5(Q5& w, u32 a_part, u32 qh, int lanes, int lane) {
   load_q4(w.low, a_part, lanes, lane);
@@ -110,7 +119,6 @@ DEV float dot_q5(const Q5& w, const Act& a, int lane) {
   return half_to_float((u16)w.low.header.x) * acc -
          half_to_float((u16)(w.low.header.x >> 16)) * min;
 }
-#endif
 
 struct Q6 { uint4 low[4], high[2]; u32 scales[2], d; };
 DEV void load_q6(Q6& w, u32 a_part, u32 qh, u32 d, int lanes, int lane) {

@@ -88,7 +88,6 @@
 #define GATEUP_TILE 1
 #define GROUP_WARPS 4
 #define HAS_BIAS 0
-#define HAS_Q5 0
 #define HAS_QK_NORM 1
 #define HEAD 128
 #define HEADS 4
@@ -107,6 +106,7 @@
 #define SIX_O 0
 #define SIX_QK 0
 #define SIX_V 0
+#define TYPES 3
 #define XSLOTS 4
 
 // ---- moe: moe_experts_tiles.py, moe_experts_gemm.py
