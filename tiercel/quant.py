@@ -23,7 +23,8 @@ class QuantTensor:
             n).
         planes: on any device. FILE: ``data``, (..., out, row_bytes) uint8. SOA: those of `PLANES`,
             each (tiles, groups, 16 * bytes of a group) uint8. BLOCKS: see `quant_types.py`; E4M3 is
-            float8_e4m3fn, other planes of 8 bits are uint8. TILES: see `quant_tiles.py`.
+            float8_e4m3fn, other planes of 8 bits are uint8. TILES: see `quant_tiles.py`. STEP:
+            ``weights`` of all layers, and ``table``, see `quant_types.py`.
         block: FP8_BLOCK: rows and columns of a scale; edge blocks may be partial.
     """
 
@@ -49,11 +50,16 @@ class QuantTensor:
             return tuple(self.planes[plane.name] for plane in PLANES[self.qtype])
         return tuple(self.planes.values())
 
+    @property
+    def kernel_type(self) -> str:
+        """The type and layout as `kernels/packed/packed_types.py` names them."""
+        return f"{self.qtype.name}_STEP" if self.layout is Layout.STEP else self.qtype.name
+
     def rows(self, start: int, stop: int) -> QuantTensor:
         """A view of output rows [start, stop), of each matrix of a stack.
 
         Raises:
-            ArgumentError: a bound is outside the tensor, or the layout is SOA or TILES.
+            ArgumentError: a bound is outside the tensor, or the layout is SOA, STEP or TILES.
             ModelFormatError: a bound is inside a block.
         """
         return self._cut("rows", -2, start, stop)
@@ -62,7 +68,7 @@ class QuantTensor:
         """A view of input columns [start, stop), of each matrix of a stack.
 
         Raises:
-            ArgumentError: a bound is outside the tensor, or the layout is SOA or TILES.
+            ArgumentError: a bound is outside the tensor, or the layout is SOA, STEP or TILES.
             ModelFormatError: a bound is inside a block.
         """
         return self._cut("columns", -1, start, stop)
@@ -76,7 +82,7 @@ class QuantTensor:
             index: (n,) integer on the planes' device; the order of the copy.
 
         Raises:
-            ArgumentError: the layout is SOA.
+            ArgumentError: the layout is SOA or STEP.
         """
         is_stack = len(self.shape) == 3
         if not is_stack or self.layout is not Layout.TILES:
@@ -139,7 +145,7 @@ class QuantTensor:
         return replace(self, shape=tuple(shape), planes=planes)
 
     def _check_cut(self, what: str) -> None:
-        if self.layout in (Layout.SOA, Layout.TILES):
+        if self.layout in (Layout.SOA, Layout.STEP, Layout.TILES):
             raise ArgumentError(
                 f"{what}: a tensor of layout {self.layout.name} cannot be cut.",
                 hint="Cut it in layout FILE, before it is repacked.",

@@ -11,6 +11,10 @@ the last filled up with zeros. A group is one block of 256 weights or four of 32
 filled up with zeros. `PLANES` has the bytes of a block that a plane holds and how the 16 rows of a
 tile share its last axis; `ops/packed_repack.py` goes from one layout to the other.
 
+In layout STEP a matrix of Q4_K or Q6_K is a part of the weights of the fused decode step,
+`weights`; `table` (slices of columns, rows, 4) int32 says where each row is, see
+`kernels/fused/fused_decode_step_rows.py`.
+
 Layout BLOCKS has the planes of a block format as safetensors files store them, for a matrix
 or a stack (..., out, in). Two E2M1 values share a byte, the even column in bits 0 to 3:
 
@@ -112,6 +116,7 @@ class Layout(Enum):
 
     FILE = "file"  # one plane `data`: the bytes of the file
     SOA = "soa"  # the planes of `PLANES`, in tiles of 16 rows
+    STEP = "step"  # rows among the weights of the fused decode step, and a table of where
     BLOCKS = "blocks"  # the planes of a block format: `q`, `scale` and those of a matrix
     TILES = "tiles"  # stacks: the planes of the file in units of 16 rows, see `quant_tiles.py`
 

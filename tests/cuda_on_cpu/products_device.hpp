@@ -102,6 +102,15 @@ DEV void mbar_wait(u32 at, u32 parity) { slot_wait(at, parity); }
 DEV void copy_bulk(u32 to, const u8* from, int bytes, u32 barrier) {
   bulk_load(to, from, bytes, barrier);
 }
+// The thread's copies arrive late, each counted in bytes beside its arrival.
+DEV void mbar_arrive_copied(u32 at) {
+  for (const Pending& copy : own_groups().back()) {
+    mbarrier(at).bytes += copy.size;
+    here().copies.push_back({copy.to, at, {copy.data, copy.data + copy.size}});
+  }
+  own_groups().back().clear();
+  mbar_arrive(at);
+}
 DEV void sts(u32 a, float v) { std::memcpy(shared(a, 4), &v, 4); }
 DEV float load_of(u32 a, int rank) {
   float v;

@@ -17,7 +17,7 @@ static Place block_at, grid_size;
 using std::min;
 alignas(128) static u8 memory[SMEM];
 
-struct Pending { u32 to; u8 data[16]; };
+struct Pending { u32 to; int size; u8 data[16]; };
 typedef std::deque<std::vector<Pending>> Groups;  // of a thread; the last is open
 constexpr int MOST_THREADS = 1024;  // of a CTA
 static std::vector<Groups> groups;  // by CTA and thread
@@ -37,9 +37,16 @@ DEV void sts4(u32 a, u32 v) { std::memcpy(shared(a, 4), &v, 4); }
 DEV void sts2(u32 a, u16 v) { std::memcpy(shared(a, 2), &v, 2); }
 DEV void copy16_of(u32 to, const void* from, int bytes) {
   if (bytes && (u64)from % 16) fail("alignment of a copy");
-  Pending copy = {to, {}};
+  Pending copy = {to, 16, {}};
   std::memcpy(copy.data, from, bytes);
   std::memset(shared(to, 16), 0xEE, 16);
+  own_groups().back().push_back(copy);
+}
+DEV void copy4(u32 to, const void* from) {
+  if ((u64)from % 4) fail("alignment of a copy");
+  Pending copy = {to, 4, {}};
+  std::memcpy(copy.data, from, 4);
+  std::memset(shared(to, 4), 0xEE, 4);
   own_groups().back().push_back(copy);
 }
 DEV void copy16(u32 to, const void* from) { copy16_of(to, from, 16); }
@@ -47,7 +54,7 @@ DEV void copy_commit() { own_groups().emplace_back(); }
 template <int N> DEV void copy_wait() {
   Groups& own = own_groups();
   for (; own.size() > N + 1; own.pop_front())
-    for (const Pending& copy : own.front()) std::memcpy(shared(copy.to, 16), copy.data, 16);
+    for (const Pending& copy : own.front()) std::memcpy(shared(copy.to, copy.size), copy.data, copy.size);
 }
 DEV u32 fma2(u32 a, u32 b, u32 c) {
   const auto wide = [](u32 v) { return __builtin_ia32_vcvtph2ps(Halves{(short)v, (short)(v >> 16)}); };

@@ -154,9 +154,10 @@ def registers_of(cubin, folder):
 def packed_sources(name):
     """Kernels of a type in both layouts: for one token and 16, for rows split, cut and not."""
     sizes = (1024, 4096, 12288) if name in ("Q4_K", "Q6_K") else (12288,)
-    if QuantType[name].block_weights == 32:
+    in_step = UNIT_TYPES[name].in_step
+    if not in_step and QuantType[name].block_weights == 32:
         sizes = (576,)
-    for in_file in (False, True):
+    for in_file in (False,) if in_step else (False, True):
         for tokens in (1, 16):
             for columns in sizes:
                 config = select_packed_matvec(name, (24576, columns), tokens)
@@ -180,6 +181,8 @@ def is_rare(source, config):
     those two the file's layout for rows that are split.
     """
     is_file = ("IN_FILE", 1) in source.macros
+    if ("IN_STEP", 1) in source.macros:
+        return config is None or ("TOKENS", 16) not in source.macros
     if has_fields(source):
         return is_file or ("TOKENS", 1) in source.macros
     return is_file and config is not None and config.is_split
@@ -263,6 +266,24 @@ Q4K_CASES = [
     if config is None
     or (("TOKENS", 16) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
 ]
+Q4K_CASES = (
+    [
+        pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
+        for source, config in PACKED_SOURCES.items()
+    ]
+    + [
+        pytest.param(
+            source,
+            arch,
+            marks=[pytest.mark.slow] * (arch in RARE_ARCHS or has_fields(source)),
+        )
+        for source, config in PACKED_SOURCES.items()
+        if ("IN_STEP", 0) in source.macros  # only Hopper has the fused decode step
+        for arch in (*ARCHS[1:], *RARE_ARCHS)
+        if config is None
+        or (("TOKENS", 16) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
+    ]
+)
 
 
 @pytest.mark.parametrize(("source", "arch"), Q4K_CASES, ids=str)

@@ -28,15 +28,15 @@ def name_of(parameter):
 
 def multiply(x, weight, config, dtype=torch.float32):
     """The kernels' result; nothing beside it is written."""
-    tensor = packed_repack(weight, Layout.SOA)
-    order = kernel.column_order(tensor.qtype.name)
+    tensor = weight if weight.layout is not Layout.FILE else packed_repack(weight, Layout.SOA)
+    order = kernel.column_order(tensor.kernel_type)
     image = torch.full(kernel.image_shape(*x.shape), float("nan"), dtype=torch.float16)
     wide = torch.full((x.shape[0] + 2, weight.shape[0] + 3), float("nan"), dtype=dtype)
     out = wide[1:-1, 2:-1]
     kernel.launch_packed_image(x, order, image, is_dependent=True)
     kernel.launch_packed_product(
         tensor.ordered_planes(),
-        tensor.qtype.name,
+        tensor.kernel_type,
         image,
         out,
         (x.shape[0], *weight.shape),

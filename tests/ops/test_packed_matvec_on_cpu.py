@@ -36,7 +36,7 @@ def multiply(tensor, x, config, dtype=torch.float32):
     out = wide[1:-1, 2 : rows + 2]
     planes = tensor.ordered_planes()
     kernel.launch_packed_matvec(
-        x, planes, tensor.qtype.name, out, partial, tickets, config, is_dependent=True
+        x, planes, tensor.kernel_type, out, partial, tickets, config, is_dependent=True
     )
     found = out.clone()
     out.fill_(float("nan"))

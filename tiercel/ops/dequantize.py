@@ -32,7 +32,7 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | None = No
             FILE and BLOCKS may be strided.
         dtype: float32, float16 or bfloat16.
         rows: (n,) integer on the same device, which rows of a matrix, or matrices of a stack, to
-            decode, in that order; None for all. Not for layout SOA.
+            decode, in that order; None for all. Not for layouts SOA and STEP.
 
     Returns:
         (out or n, in) or (experts or n, out, in), contiguous, on the device of `weight`. Values are
@@ -42,7 +42,8 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | None = No
         `global_scale`, or the quotient by `divisor`.
 
     Raises:
-        ArgumentError: another dtype, a plane that does not fit the shape, or rows of layout SOA.
+        ArgumentError: another dtype, a plane that does not fit the shape, or rows of layouts SOA
+            and STEP.
 
     Source: the block formats of ggml (ggml-quants.c), described in ops/dequantize_torch.py; the
     formats of layout BLOCKS in ops/block_quantize_torch.py; compressed-tensors for `divisor`.
@@ -52,7 +53,7 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | None = No
             f"dequantize: dtype={dtype} is not a float type of weights.",
             hint="Use float32, float16 or bfloat16.",
         )
-    if weight.layout is Layout.SOA:
+    if weight.layout in (Layout.SOA, Layout.STEP):
         return _dequantize_planes(weight if rows is None else weight.take(rows), dtype)
     weight.check("dequantize")
     if weight.layout is Layout.BLOCKS:
@@ -145,7 +146,7 @@ def _dequantize_planes(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
     if not _has_kernel(weight, device):
         return dequantize(packed_repack(weight, Layout.FILE), dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=device)
-    launch_packed_dequantize(weight.ordered_planes(), weight.qtype.name, out)
+    launch_packed_dequantize(weight.ordered_planes(), weight.kernel_type, out)
     return out
 
 

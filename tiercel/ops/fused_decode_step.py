@@ -12,11 +12,12 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS, MATRICES
+from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK, BLOCK_TOKENS, MATRICES
 from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape as DecoderShape
 from tiercel.kernels.fused.fused_decode_step_geometry import StepGeometry as StepGeometry
 from tiercel.kernels.fused.fused_decode_step_geometry import partition as partition
 from tiercel.kernels.fused.fused_decode_step_geometry import refuse_shape as refuse_shape
+from tiercel.kernels.fused.fused_decode_step_rows import READ_TYPES, RowTable
 from tiercel.kernels.fused.fused_decode_step_stream import MatrixOrder, StreamLayout
 from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
 from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
@@ -42,6 +43,7 @@ class StepStream:
         # Not all bytes are weights: some fill lines.
         self.data = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
         self._orders: dict[tuple[str, str], MatrixOrder] = {}
+        self._tables: dict[tuple[str, str], RowTable] = {}
 
     def _order(self, layer: int, name: str) -> MatrixOrder:
         qtype = self.geometry.qtype(layer, name)
@@ -58,9 +60,30 @@ class StepStream:
         """The inverse of `write`."""
         return self._order(layer, name).read(self.data, self.layout.place(layer, name))
 
+    def matrix(self, layer: int, name: str) -> QuantTensor:
+        """A matrix where it is, in layout STEP, for the kernels that read single matrices.
+
+        Raises:
+            ArgumentError: they do not read its type from here.
+        """
+        qtype = self.geometry.qtype(layer, name)
+        if qtype not in READ_TYPES:
+            raise ArgumentError(
+                f"fused_decode_step: {name} of layer {layer} is {qtype}, which no other kernel "
+                "reads from its weights.",
+                hint=f"Types: {', '.join(READ_TYPES)}.",
+            )
+        if (name, qtype) not in self._tables:
+            self._tables[name, qtype] = RowTable(self.geometry, name, qtype)
+        table = self._tables[name, qtype].place(self.layout.place(layer, name))
+        shape = (table.shape[1], self.geometry.plan(name).blocks * BLOCK)
+        planes = {"weights": self.data, "table": table.to(self.data.device)}
+        return QuantTensor(QuantType[qtype], Layout.STEP, shape, planes)
+
     def forget_orders(self) -> None:
-        """Free the lists of pieces, which a step does not need."""
+        """Free the lists of pieces and rows, which a step does not need."""
         self._orders.clear()
+        self._tables.clear()
 
 
 class FusedDecodeStepWeights(Struct, frozen=True):

@@ -42,7 +42,7 @@ class TokenImage(Struct, frozen=True):
 
 def column_order(weight: PackedWeight) -> int:
     """The order of columns that a weight reads."""
-    return kernel.column_order(weight.tensor.qtype.name)
+    return kernel.column_order(weight.tensor.kernel_type)
 
 
 @functools.cache
@@ -54,7 +54,8 @@ def has_packed_gemm(device: torch.device) -> bool:
 def is_read(weight: PackedWeight) -> bool:
     """Whether this op reads a weight: its type, its layout, rows of whole units."""
     is_whole = weight.tensor.shape[1] % UNIT_COLUMNS == 0
-    return is_whole and weight.tensor.layout is Layout.SOA and weight.tensor.qtype in TYPES
+    is_known = weight.tensor.layout in (Layout.SOA, Layout.STEP) and weight.tensor.qtype in TYPES
+    return is_whole and is_known
 
 
 def load_packed_gemm(weight: PackedWeight, out_dtype: torch.dtype) -> None:
@@ -63,7 +64,7 @@ def load_packed_gemm(weight: PackedWeight, out_dtype: torch.dtype) -> None:
     device = tensor.ordered_planes()[0].device
     if is_read(weight) and has_packed_gemm(device):
         shape = (tensor.shape[0], tensor.shape[1])
-        kernel.load_packed_gemm(tensor.qtype.name, shape, out_dtype, device)
+        kernel.load_packed_gemm(tensor.kernel_type, shape, out_dtype, device)
 
 
 def make_image(x: Tensor, weight: PackedWeight) -> TokenImage:
@@ -85,7 +86,7 @@ def packed_gemm(
 
     Args:
         x: (tokens, in) float16, contiguous, on the weight's device; or an image for the weight.
-        weight: from `prepare_packed`, in layout SOA.
+        weight: from `prepare_packed`, in layout SOA or STEP.
         out_dtype: float16, bfloat16 or float32; None for that of `out`, or float16.
         out: (tokens, rows) to write to, unit inner stride; None for a new one.
 
@@ -104,7 +105,7 @@ def packed_gemm(
         return out.copy_(x.float() @ dequantize(weight.tensor, torch.float32).t())
     if tokens:
         image = make_image(x, weight) if isinstance(x, Tensor) else x
-        name = weight.tensor.qtype.name
+        name = weight.tensor.kernel_type
         kernel.launch_packed_product(
             planes,
             name,

@@ -20,7 +20,7 @@ class PackedWeight(Struct, frozen=True):
     """A quantised matrix (rows, in) at rest.
 
     Attributes:
-        tensor: in layout SOA or FILE, planes contiguous.
+        tensor: in layout SOA, FILE or STEP, planes contiguous.
         tickets: (tiles,) int32 zeros between launches, by which the CTAs of a tile find the last
         one. is_dependent: on a GPU, whether launches may overlap the kernel before them.
     """
@@ -41,7 +41,7 @@ def prepare_packed(
 
     Args:
         weight: of a type in `quant.PLANES`, at least one row and one block, on any device.
-        layout: to read from.
+        layout: to read from: SOA or FILE, or STEP, which the weight has then.
         out_dtype: of the results; kernels of another are loaded by its first product.
         is_dependent: see `PackedWeight`; needs Hopper or later.
 
@@ -61,7 +61,7 @@ def prepare_packed(
     tickets = torch.zeros(tiles, dtype=torch.int32, device=device)
     if device.type == "cuda":
         in_file = layout is Layout.FILE
-        name = tensor.qtype.name
+        name = tensor.kernel_type
         kernel.load_packed_matvec(name, tensor.shape, out_dtype, device, in_file=in_file)
         # A dependent launch reads weights before the kernel ahead of it has ended.
         torch.cuda.current_stream(device).synchronize()
@@ -127,7 +127,7 @@ def packed_matvec(
     if not x.is_cuda:
         return _packed_matvec_torch(x, weight.tensor, out)
     limits = kernel.device_limits(x.device)
-    largest = kernel.token_class(MAX_TOKENS, weight.tensor.qtype.name, limits)
+    largest = kernel.token_class(MAX_TOKENS, weight.tensor.kernel_type, limits)
     for first in range(0, x.shape[0], largest):
         _launch(x[first : first + largest], weight, out[first : first + largest], limits)
     return out
@@ -135,7 +135,7 @@ def packed_matvec(
 
 def _launch(x: Tensor, weight: PackedWeight, out: Tensor, limits: kernel.DeviceLimits) -> None:
     """One launch for as many tokens as it can take."""
-    tensor, name = weight.tensor, weight.tensor.qtype.name
+    tensor, name = weight.tensor, weight.tensor.kernel_type
     config = kernel.select_packed_matvec(name, tensor.shape, x.shape[0], limits)
     partial = None
     if config.is_split:

@@ -34,7 +34,7 @@ def mlp_refusal(gate_up: PackedWeight, down: PackedWeight) -> str:
 def _types_and_sizes(
     gate_up: PackedWeight, down: PackedWeight
 ) -> tuple[tuple[str, str], tuple[int, int]]:
-    types = gate_up.tensor.qtype.name, down.tensor.qtype.name
+    types = gate_up.tensor.kernel_type, down.tensor.kernel_type
     return types, (gate_up.tensor.shape[1], down.tensor.shape[1])
 
 
@@ -53,7 +53,7 @@ def packed_mlp(
 
     Args:
         x: (tokens, hidden) float16, contiguous, on the weights' device; or an image for `gate_up`.
-        gate_up: from `prepare_packed`, in layout SOA: rows of gate, then of up.
+        gate_up: from `prepare_packed`, in layout SOA or STEP: rows of gate, then of up.
         down: likewise.
         activation: of `ops/act_mul.py`.
 

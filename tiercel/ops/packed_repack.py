@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.packed.packed_repack import Field, pack_plane, unpack_plane
+from tiercel.kernels.packed.packed_repack import Field, gather_rows, pack_plane, unpack_plane
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, TILE_ROWS, Layout, Plane, QuantType
 
@@ -15,7 +15,7 @@ def packed_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
 
     Args:
         weight: of a type in `quant.PLANES`, on any device; in layout FILE rows may be strided.
-        layout: of the result.
+        layout: of the result, FILE or SOA.
 
     Returns:
         The same weights in planes of their own; `weight` itself if it has the layout already.
@@ -25,8 +25,10 @@ def packed_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
     """
     if weight.layout is layout:
         return weight
+    if weight.layout is Layout.STEP:
+        return packed_repack(_from_step(weight), layout)
     qtype, shape = weight.qtype, weight.shape
-    if qtype not in PLANES or Layout.BLOCKS in (weight.layout, layout):
+    if qtype not in PLANES or not {weight.layout, layout} <= {Layout.FILE, Layout.SOA}:
         raise ArgumentError(
             f"packed_repack: {qtype.name} from {weight.layout.name} to {layout.name}.",
             hint=f"Types with planes: {', '.join(known.name for known in PLANES)}.",
@@ -44,6 +46,21 @@ def packed_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
     for plane in PLANES[qtype]:
         unpack_plane(weight.planes[plane.name], _field(plane, qtype), data)
     return QuantTensor(qtype, layout, shape, {"data": data.flatten(1)})
+
+
+# Of a block, as layout STEP keeps them apart: codes, header or scales, qh, d.
+_STEP_FIELDS = {
+    QuantType.Q4_K: ((16, 128), (0, 16)),
+    QuantType.Q6_K: ((0, 128), (192, 16), (128, 64), (208, 2)),
+}
+
+
+def _from_step(weight: QuantTensor) -> QuantTensor:
+    """A matrix of layout STEP in layout FILE."""
+    blocks = weight.shape[1] // weight.qtype.block_weights
+    planes, fields = weight.planes, _STEP_FIELDS[weight.qtype]
+    data = gather_rows(planes["weights"], planes["table"], blocks, fields)
+    return QuantTensor(weight.qtype, Layout.FILE, weight.shape, {"data": data.flatten(1)})
 
 
 def _field(plane: Plane, qtype: QuantType) -> Field:

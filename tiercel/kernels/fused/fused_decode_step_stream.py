@@ -200,6 +200,16 @@ def _sequence(
     return found, start
 
 
+StepUnit = _Unit
+
+
+def step_units(
+    geometry: StepGeometry, name: str, num_parts: int, group: int, qtype: str
+) -> list[StepUnit]:
+    """The units of a matrix in the sequence of a group of warps; see `_sequence`."""
+    return _sequence(geometry, name, num_parts, group, qtype)[0]
+
+
 class StreamLayout:
     """Where each matrix begins among the weights of all layers.
 

@@ -27,6 +27,7 @@ def dequantize_source(type_name: str, dtype: torch.dtype, *, in_file: bool) -> r
         ("QTYPE", UNIT_TYPES[type_name].code),
         ("IN_FILE", int(in_file)),
         ("OUT", OUT_CODES[dtype]),
+        ("IN_STEP", int(UNIT_TYPES[type_name].in_step)),
     )
     return rtc.KernelSource("packed_dequantize", macros)
 

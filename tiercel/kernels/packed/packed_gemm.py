@@ -82,7 +82,7 @@ def make_config(type_name: str, tokens: int, groups: int, splits: int) -> Packed
 @functools.cache
 def most_groups(type_name: str, tokens: int) -> int:
     """Warpgroups of a CTA at most: two stages must fit, and registers suffice without spills."""
-    if type_name == "Q6_K" and tokens == TOKEN_CLASSES[-1]:
+    if UNIT_TYPES[type_name].code == 6 and tokens == TOKEN_CLASSES[-1]:
         return 2
     return next(
         g for g in (3, 2, 1) if make_config(type_name, tokens, g, 1).stages >= _LEAST_STAGES
@@ -117,7 +117,8 @@ def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> P
 
 def column_order(type_name: str) -> int:
     """ORDER of the image that weights of a type read, see cuda/packed/packed_places.cuh."""
-    return {"Q4_K": 4, "Q6_K": 6}.get(type_name, 32)
+    code = UNIT_TYPES[type_name].code
+    return code if code in (4, 6) else 32
 
 
 def tile_tokens(tokens: int) -> int:
@@ -148,6 +149,7 @@ def gemm_source(
         ("IS_GELU", int(gate is not None and gate.activation == "gelu_tanh")),
         ("NEXT", 0 if gate is None else gate.next_order),
         ("IS_BF16", 0),
+        ("IN_STEP", int(UNIT_TYPES[type_name].in_step)),
     )
     return rtc.KernelSource("packed_gemm", macros)
 
@@ -201,7 +203,7 @@ def launch_packed_product(
     """Enqueue the second kernel, likewise.
 
     Args:
-        planes: of W (rows, in) on the image's device in layout SOA, contiguous, in their order.
+        planes: of W (rows, in) on the image's device in layout SOA or STEP, contiguous, in order.
         type_name: of W.
         image: of the tokens, in the order of W's columns.
         out: (tokens, rows) float16, bfloat16 or float32, unit inner stride; with a gate the image

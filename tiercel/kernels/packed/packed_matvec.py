@@ -236,6 +236,7 @@ def cuda_source(
         ("EARLY", config.early),
         ("BUFFERS", config.buffers),
         ("CTAS", config.ctas),
+        ("IN_STEP", int(UNIT_TYPES[type_name].in_step)),
     )
     return rtc.KernelSource("packed_matvec", macros)
 
@@ -269,10 +270,12 @@ class KernelPlanes(ctypes.Structure):
 
     @classmethod
     def of(cls, planes: Sequence[Tensor]) -> KernelPlanes:
-        """Their addresses, in order."""
+        """Their addresses, in order; after a table of rows (layout STEP) its number of slices."""
         result = cls()
         for place, plane in enumerate(planes):
             result.planes[place] = plane.data_ptr()
+        if planes and planes[-1].dtype == torch.int32:
+            result.planes[len(planes)] = planes[-1].shape[0]
         return result
 
 

@@ -6,6 +6,8 @@ load. `quant_types.Plane` has the order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -58,3 +60,43 @@ def unpack_plane(packed: Tensor, plane: Field, out: Tensor) -> None:
     split = packed.view(shape).permute(order)
     field = split.reshape(tiles * TILE_ROWS, groups * plane.group, plane.size)
     out[..., plane.start : plane.start + plane.size] = field[:rows, :num_blocks]
+
+
+def gather_rows(
+    weights: Tensor, table: Tensor, blocks: int, fields: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Blocks of a file from the weights of a whole decode step; fields are of Q4_K or Q6_K.
+
+    Args:
+        weights: (bytes,) uint8.
+        table: (slices, rows, 4) int32, see `fused_decode_step_rows.py`.
+        blocks: of a row.
+        fields: (first byte, bytes) of codes, header or scales, and of Q6_K qh and d in a block.
+
+    Returns:
+        (rows, blocks, block_bytes) uint8.
+    """
+    slices, rows, _ = table.shape
+    least, extra = blocks // slices, blocks % slices
+    sizes = torch.tensor([least + (i < extra) for i in range(slices)], device=table.device)
+    of_block = torch.repeat_interleave(torch.arange(slices, device=table.device), sizes)
+    entries = (table.long() & 0xFFFFFFFF)[of_block]  # (blocks, rows, 4)
+    at, apart, place = 16 * entries[..., 0], entries[..., 1], entries[..., 2]
+    count = place >> 8 & 0xFF
+    own = (place & 0xFF) + torch.arange(blocks, device=table.device)[:, None] - (place >> 16)
+    out = weights.new_empty((rows, blocks, sum(size for _, size in fields)))
+
+    def copy(field: tuple[int, int], first: Tensor, pairs: int) -> None:
+        """Pairs of 16 bytes, of the first and second lane of a block, 32 * count apart."""
+        start, size = field
+        byte = torch.arange(size, device=table.device)
+        piece, width = byte // 16, max(1, pairs)
+        apart = 32 * (piece % width) * count[..., None] + 16 * (piece // width) + byte % 16
+        out[..., start : start + size] = weights[first[..., None] + apart].transpose(0, 1)
+
+    copy(fields[0], at + 32 * own, 4)
+    copy(fields[1], at + 128 * count + 16 * own, 1)
+    if len(fields) > 2:
+        copy(fields[2], at + 16 * (apart & 0xFFFF) + 32 * own, 2)
+        copy(fields[3], at + 2 * (apart >> 16) + 2 * own, 1)
+    return out

@@ -16,12 +16,14 @@ class UnitType(Struct, frozen=True):
         slot_bytes: bytes of the planes of a unit.
         means_bytes: bytes of a unit and token, where weights have minima.
         like: the type whose measured launches are used.
+        in_step: whether they are in layout STEP.
     """
 
     code: int
     slot_bytes: int
     means_bytes: int
     like: str
+    in_step: bool = False
 
 
 UNIT_TYPES = {
@@ -37,6 +39,8 @@ UNIT_TYPES = {
     "Q5_K": UnitType(5, 2816, 32, "Q4_K"),
     "Q3_K": UnitType(3, 1760, 0, "Q4_K"),
     "Q2_K": UnitType(2, 1344, 64, "Q4_K"),
+    "Q4_K_STEP": UnitType(4, 2304, 32, "Q4_K", in_step=True),
+    "Q6_K_STEP": UnitType(6, 3456, 0, "Q6_K", in_step=True),
 }
 
 

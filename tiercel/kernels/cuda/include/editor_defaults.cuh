@@ -53,6 +53,7 @@
 #define GROUPS 1
 #define HAS_UPDATE 1
 #define IN_FILE 0
+#define IN_STEP 0
 #define IS_GELU 0
 #define IS_SPLIT 1
 #define MEANS 0

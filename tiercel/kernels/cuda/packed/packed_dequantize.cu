@@ -1,10 +1,13 @@
 // packed_dequantize: quantised weights to a plain matrix. Every operation is rounded as in
 // ops/dequantize_torch.py, so the result has its bits. Macros: QTYPE (4: Q4_K, 6: Q6_K, others: see
-// packed_fields.cuh), IN_FILE (layout), OUT (0 fp16, 1 bf16, 2 float32).
+// packed_fields.cuh), IN_FILE and IN_STEP (layout), OUT (0 fp16, 1 bf16, 2 float32).
 //
 // A warp decodes 256 columns of four rows of a tile; lane l takes the columns 8 l .. 8 l + 7, so a
 // warp's store is one run of memory. Layouts of their bytes: quant.py and packed_units.cuh.
 #include "packed/packed_ptx.cuh"
+#if IN_STEP
+#include "packed/packed_rows.cuh"
+#endif
 #if QTYPE != 4 && QTYPE != 6
 #include "packed/packed_decode.cuh"
 #endif
@@ -42,6 +45,13 @@ struct Bytes {
   uint2 q;
   uint4 header;
 };
+#if IN_STEP
+DEV Bytes load(const StepBlock& block, int lane) {
+  const int piece = lane >> 3 << 1 | (lane >> 1 & 1);  // the lane's 8 bytes: 32 t + 8 k
+  return {load8(block.codes(piece & 3, piece >> 2) + 8 * (lane & 1)),
+          __ldg((const uint4*)block.header())};
+}
+#else
 DEV Bytes load(const Planes& w, i64 unit, int r, const u8* block, int lane) {
   const int t = lane >> 3, k = lane & 3;  // the lane's 8 bytes: 32 t + 8 k
 #if IN_FILE
@@ -52,6 +62,7 @@ DEV Bytes load(const Planes& w, i64 unit, int r, const u8* block, int lane) {
           __ldg((const uint4*)(w.p1 + unit * 256 + 16 * r))};
 #endif
 }
+#endif
 DEV void decode(float (&v)[8], const Bytes& b, int lane) {
   const int high = lane >> 2 & 1, j = 2 * (lane >> 3) + high, s = 8 * (j & 3);
   const u32 a = b.header.y >> s, m = b.header.z >> s, c = b.header.w >> s;
@@ -68,6 +79,14 @@ struct Bytes {
   uint2 low, high;
   u32 scale, d;
 };
+#if IN_STEP
+DEV Bytes load(const StepBlock& block, int lane) {
+  const int h = lane >> 4, i = lane >> 2 & 3, u = lane & 3, byte = 8 * (u & 1);
+  return {load8(block.codes(2 * (i & 1) + (u >> 1), h) + byte),
+          load8(block.high(u >> 1, h) + byte),
+          __ldg(block.header() + 8 * h + 2 * i + (u >> 1)), load2(block.d())};
+}
+#else
 DEV Bytes load(const Planes& w, i64 unit, int r, const u8* block, int lane) {
   const int h = lane >> 4, i = lane >> 2 & 3, u = lane & 3;
   const int at = 8 * h + 2 * i + (u >> 1);
@@ -81,6 +100,7 @@ DEV Bytes load(const Planes& w, i64 unit, int r, const u8* block, int lane) {
           __ldg(w.p2 + unit * 256 + 16 * r + at), load2(w.p3 + unit * 32 + 2 * r)};
 #endif
 }
+#endif
 DEV void decode(float (&v)[8], const Bytes& b, int lane) {
   const int quarter = lane >> 2 & 3;
   const float d = __fmul_rn(half_to_float(b.d), (float)(signed char)b.scale);
@@ -110,6 +130,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_dequantize(
   if (column >= columns) return;  // a row may end within a unit
   const int groups = (columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, group = column / GROUP_COLUMNS;
   Bytes bytes[ROWS];
+#if IN_STEP
+  const StepRows step(planes, rows, groups);
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) bytes[i] = load(step.find(tile * 16 + first + i, group), lane);
+#else
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const int row = min(tile * 16 + first + i, rows - 1);
@@ -117,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_dequantize(
     const u8* at = planes.p0 + from * row_bytes + (i64)group * GROUP_FILE_BYTES;
     bytes[i] = load(planes, (i64)tile * groups + group, IN_FILE ? 0 : first + i, at, lane);
   }
+#endif
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const int row = tile * 16 + first + i;

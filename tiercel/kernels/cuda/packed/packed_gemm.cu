@@ -4,7 +4,7 @@
 // (warpgroups of 64 rows in a CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a
 // row's sum), STEPS (products between two waits), OUT (0 fp16, 1 bf16, 2 float32), GATED (rows are of gate and of up,
 // results act(gate) * up), IS_GELU, NEXT (order of columns of the
-// image that is then written).
+// image that is then written), IN_STEP (layout of W).
 //
 // A producer warp copies, for each unit of 256 columns, the planes of its rows' tiles (quant.py)
 // and the image of the tokens (packed_image.cu) into a ring. Warp w of the consumers owns tile w:
@@ -75,29 +75,57 @@ DEV void store(void* out, i64 at, float y) {
 }
 
 // ---- the two roles
+constexpr u32 COPIERS = IN_STEP ? 32 : 0;  // threads that arrive when their copies have
+constexpr u32 EXPECTED = X_BYTES + (IN_STEP ? 0 : W_BYTES);
 struct Work {  // of a CTA
   int first_tile, tiles, first, count, blocks;  // units first .. first + count of a row's blocks
 };
+// Of the matrix, tile `own` of the CTA.
+DEV int tile_of(const Work& work, int own) {
+#if GATED  // half of the tiles are of gate, half of up
+  const int second = own >= 2 * WGS, half = work.tiles / 2;
+  return second * half + min(work.first_tile + own - second * 2 * WGS, half - 1);
+#else
+  return min(work.first_tile + own, work.tiles - 1);
+#endif
+}
+#if IN_STEP
+using Weights = StepRows;
+DEV void fetch_weights(const StepRows& w, const Work& work, int i, u32 slot, u32 barrier, int lane) {
+#pragma unroll 2
+  for (int own = 0; own < 4 * WGS; ++own)
+    copy_unit<QTYPE == 6>(w, tile_of(work, own), work.first + i, slot + X_BYTES + own * TILE_BYTES,
+                          lane);
+  mbar_arrive_copied(barrier);
+}
+#else
+using Weights = Planes;
 DEV void fetch_weights(const Planes& w, const Work& work, int i, u32 slot, u32 barrier, int lane) {
   if (lane >= 4 * WGS) return;
-#if GATED  // half of the tiles are of gate, half of up
-  const int second = lane >= 2 * WGS, half = work.tiles / 2;
-  const i64 tile = second * half + min(work.first_tile + lane - second * 2 * WGS, half - 1);
-#else
-  const i64 tile = min(work.first_tile + lane, work.tiles - 1);
-#endif
-  const i64 unit = tile * work.blocks + work.first + i;
+  const i64 unit = (i64)tile_of(work, lane) * work.blocks + work.first + i;
   fetch_unit(w, unit, slot + X_BYTES + lane * TILE_BYTES, barrier);
 }
-DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u32 full, int lane) {
+#endif
+DEV void produce(const Weights& w, const u8* image, const Work& work, u32 ring, u32 full, int lane) {
   const u32 empty = full + 8 * STAGES;
   const int early = min(STAGES, work.count);
   image += ((i64)blockIdx.z * work.blocks + work.first) * X_BYTES;
-  for (int i = 0; i < early; ++i) {
-    if (lane == 0) mbar_expect(full + 8 * i, W_BYTES + X_BYTES);
-    __syncwarp();
-    fetch_weights(w, work, i, ring + i * STAGE_BYTES, full + 8 * i, lane);
-  }
+  auto fill = [&](int i, int slot, bool has_image) {
+    const u32 at = ring + slot * STAGE_BYTES, bar = full + 8 * slot;
+    if (IN_STEP) {  // the arrival below releases what was stored, not copied
+      fetch_weights(w, work, i, at, bar, lane);
+      __syncwarp();
+    }
+    if (lane == 0) {
+      mbar_expect(bar, EXPECTED);
+      if (has_image) copy_bulk(at, image + (i64)i * X_BYTES, X_BYTES, bar);
+    }
+    if (!IN_STEP) {
+      __syncwarp();
+      fetch_weights(w, work, i, at, bar, lane);
+    }
+  };
+  for (int i = 0; i < early; ++i) fill(i, i, false);
   wait_for_inputs();
   if (lane == 0)
     for (int i = 0; i < early; ++i)
@@ -105,12 +133,7 @@ DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u
   for (int i = early; i < work.count; ++i) {
     const int slot = i % STAGES;
     mbar_wait(empty + 8 * slot, (i / STAGES - 1) & 1);
-    if (lane == 0) {
-      mbar_expect(full + 8 * slot, W_BYTES + X_BYTES);
-      copy_bulk(ring + slot * STAGE_BYTES, image + (i64)i * X_BYTES, X_BYTES, full + 8 * slot);
-    }
-    __syncwarp();
-    fetch_weights(w, work, i, ring + slot * STAGE_BYTES, full + 8 * slot, lane);
+    fill(i, slot, true);
   }
 }
 // Enqueue the products of a batch of a unit.
@@ -180,7 +203,7 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
   launch_next();
   if (tid == 0) {
     for (int i = 0; i < STAGES; ++i)
-      mbar_init(full + 8 * i, 1), mbar_init(full + 8 * (STAGES + i), 4 * WGS);
+      mbar_init(full + 8 * i, 1 + COPIERS), mbar_init(full + 8 * (STAGES + i), 4 * WGS);
     mbar_fence();
   }
   __syncthreads();
@@ -188,7 +211,11 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
                      blocks * (rank + 1) / SPLITS - blocks * rank / SPLITS, blocks};
   const int first_token = blockIdx.z * TOKENS, here = min(m - first_token, TOKENS);
   if (warp == 4 * WGS) {
+#if IN_STEP
+    produce(StepRows(planes, rows, blocks), image, work, ring, full, lane);
+#else
     produce(planes, image, work, ring, full, lane);
+#endif
   } else {
     float sum[TOKENS / 2] = {};
     consume(sum, uni(work.count), ring, full, warp, lane);

@@ -7,7 +7,7 @@
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 
 struct Planes {
-  const u8 *p0, *p1, *p2, *p3;  // Q4_K qs, header; Q6_K ql, qh, scales, d
+  const u8 *p0, *p1, *p2, *p3;  // Q4_K qs, header; Q6_K ql, qh, scales, d; STEP: packed_ptx.cuh
 };
 
 #define R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -54,6 +54,17 @@ DEV u32 lds2(u32 a) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
   return v;
+}
+DEV void sts4(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
+DEV void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEV void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// Arrives when the copies of this thread so far are there.
+DEV void mbar_arrive_copied(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 DEV void sts(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
 DEV float load_of(u32 a, int rank) {  // a float in the shared memory of a CTA of the cluster

@@ -1,15 +1,21 @@
 // Units of Q4_K and Q6_K for packed_gemm: what a warp reads of 16 rows x 256 columns, to fragments of
 // wgmma in fp16, two steps of 16 columns (a pair) at a time. Bytes of a lane: packed_units.cuh.
-// Macro: QTYPE.
+// Macros: QTYPE, IN_STEP (layout).
 #pragma once
 
 #include "packed/packed_gemm_masks.cuh"
+#if IN_STEP
+#include "packed/packed_rows.cuh"
+#endif
 
 #if QTYPE == 4
 #define TILE_BYTES 2304
+#elif IN_STEP
+#define TILE_BYTES 3456
 #else
 #define TILE_BYTES 3360
 #endif
+#if !IN_STEP
 DEV void fetch_unit(const Planes& w, i64 unit, u32 to, u32 barrier) {
   copy_bulk(to, w.p0 + unit * 2048, 2048, barrier);
 #if QTYPE == 4
@@ -20,6 +26,7 @@ DEV void fetch_unit(const Planes& w, i64 unit, u32 to, u32 barrier) {
   copy_bulk(to + 3328, w.p3 + unit * 32, 32, barrier);
 #endif
 }
+#endif
 
 #if QTYPE == 4
 struct Row {  // factors of a row's two groups: value = q * scale + least
@@ -70,7 +77,11 @@ struct Row {  // factors of a row's four groups: value = (q - 32) * scale, / 16 
   u32 scale[4];
   DEV Row(u32 slot, int row, int t) {
     const uint2 half = lds8(slot + 3072 + 16 * row + 8 * (t >> 1));
+#if IN_STEP
+    const u32 bits = step_d(slot, row);
+#else
     const u32 bits = lds2(slot + 3328 + 2 * row);
+#endif
     const u32 d = mul2(bits | bits << 16, SIXTEEN);
     const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420) ^ 0x80808080u;
 #pragma unroll

@@ -1,7 +1,7 @@
 // packed_matvec: y = x W^T for m <= TOKENS tokens and a quantised W, at the speed of reading W.
 // Layouts: at the parameters; of W quant.py and packed_units*.cuh.
 //
-// Macros: QTYPE, IN_FILE (layout of W), TOKENS and MEANS (packed_tokens.cuh), TAIL (groups of 32
+// Macros: QTYPE, IN_FILE and IN_STEP (layout of W), TOKENS and MEANS (packed_tokens.cuh), TAIL (groups of 32
 // columns in a row's last unit, 0 for all 8), SLOT (bytes of a unit), PARTS (warps that share a
 // tile of 16 rows: 8, or 4 where a row has no more units), GROUPS (tiles at a time in a CTA),
 // STAGES (units of a warp in flight), EARLY (of them, before x is loaded), BUFFERS (of sums), OUT

@@ -8,7 +8,8 @@
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 
 struct Planes {
-  // SOA: those of quant.PLANES in order. FILE: the first alone.
+  // SOA: those of quant.PLANES in order. FILE: the first alone. STEP: the weights, the table, and
+  // instead of an address the number of slices of a row.
   const u8 *p0, *p1, *p2, *p3;
 };
 
@@ -47,6 +48,9 @@ DEV void sts4(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "
 DEV void sts2(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(v) : "memory"); }
 DEV void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEV void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 // 16 bytes, of which those from `bytes` on are zeros and not read.
 DEV void copy16_of(u32 to, const void* from, int bytes) {

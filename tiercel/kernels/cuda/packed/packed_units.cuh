@@ -1,6 +1,6 @@
 // Units of Q4_K and Q6_K for tensor cores, of packed_matvec and fused_layer_tail: 16 rows x 256
 // columns of weights to fragments of mma.m16n8k16. Each type has a namespace. Macros: TOKENS and
-// MEANS (packed_tokens.cuh), IN_FILE (layout of the weights).
+// MEANS (packed_tokens.cuh), IN_FILE and IN_STEP (layout of the weights).
 //
 // Lane = 4 g + t of a warp holds rows g and g + 8, as the product wants it. Which columns a lane
 // multiplies is free as long as both operands agree, so lane t takes whole groups of its own:
@@ -22,11 +22,26 @@
 // A unit in shared memory ("slot"), 16 bytes of lane l at 16 l of each 512:
 //   Q4_K 2304: rows g (j = 0, 1: bytes 16 j.. of the lane's 32), rows g + 8 (j = 0, 1), 16 headers
 //   Q6_K 3360: ql of rows g (two pieces), of rows g + 8, qh of rows g, of rows g + 8,
-//              scales of 16 rows x 16 bytes, d of 16 rows x 2 bytes
+//              scales of 16 rows x 16 bytes, d of 16 rows x 2 bytes (IN_STEP: packed_rows.cuh)
 #pragma once
 
 #include "packed/packed_ptx.cuh"
 #include "packed/packed_tokens.cuh"
+#if IN_STEP
+#include "packed/packed_rows.cuh"
+
+template <bool SIX> struct StepSource {  // the next unit of a warp
+  StepRows rows;
+  int unit, blocks, lane;  // tile * blocks + block
+  DEV StepSource(const Planes& w, i64 unit, int blocks, int rows, int lane)
+      : rows(w, rows, blocks), unit((int)unit), blocks(blocks), lane(lane) {}
+  DEV void advance(int by) { unit += by; }
+  DEV void fetch(u32 slot) const {
+    const int tile = unit / blocks;
+    copy_unit<SIX>(rows, tile, unit - tile * blocks, slot, lane);
+  }
+};
+#endif
 
 namespace q4 {
 // Put 32 columns, group j of a unit, of token n into place.
@@ -41,7 +56,9 @@ DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
   stage_mean(unit, mean, n, j >> 1, j & 1, 2);
 }
 
-#if IN_FILE
+#if IN_STEP
+using Source = StepSource<false>;
+#elif IN_FILE
 struct Source {  // the next unit of a warp
   Planes w;
   i64 unit;  // tile * blocks + block
@@ -162,7 +179,9 @@ DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
   }
 }
 
-#if IN_FILE
+#if IN_STEP
+using Source = StepSource<true>;
+#elif IN_FILE
 DEV void copy16_by_2(u32 to, const u8* from) {  // Q6_K blocks are 2-byte aligned
   const u16* p = (const u16*)from;
   u32 v[4];
@@ -232,7 +251,11 @@ DEV Scales unpack(u32 slot, int row, int t) {
     s.scale[i] = i < 2 ? add2(v, 0xe480e480u) : fma2(v, 0x2c002c00u, 0xd480d480u);
     s.offset[i] = mul2(s.scale[i], i < 2 ? 0x80208020u : 0x82008200u);
   }
+#if IN_STEP
+  s.d = half_to_float(step_d(slot, row));
+#else
   s.d = half_to_float(lds2(slot + 3328 + 2 * row));
+#endif
   return s;
 }
 // Weights i of four bytes, even or odd ones: q of six bits (times 16 for i >= 2) to the operand.
