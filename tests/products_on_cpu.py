@@ -16,7 +16,8 @@ from tests.launches_on_cpu import compile_library, describe_failure, read_kernel
 from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
-DEVICE = ("device", "q4k_device", "products_device", "moe_device")  # of a GPU, replaced by a CPU
+# Of a GPU, replaced by a CPU.
+DEVICE = ("device", "q4k_device", "products_device", "counters_device", "moe_device")
 
 
 @dataclass(frozen=True)

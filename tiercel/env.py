@@ -17,7 +17,7 @@ _SWITCHES = tuple(
     f"TIERCEL_{name}"
     for name in (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
-        *("BLOCK_KERNEL", "LINEAR_GROUP"),
+        *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MOE_GEMM", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
@@ -151,6 +151,14 @@ def has_linear_group() -> bool:
     no more.
     """
     return read_flag("TIERCEL_LINEAR_GROUP", default=True)
+
+
+def has_linear_chain() -> bool:
+    """Whether ``TIERCEL_LINEAR_CHAIN`` lets two such launches be one.
+
+    ``TIERCEL_LINEAR_GROUP`` can forbid it too.
+    """
+    return read_flag("TIERCEL_LINEAR_CHAIN", default=True) and has_linear_group()
 
 
 def has_prefill_mmq() -> bool:

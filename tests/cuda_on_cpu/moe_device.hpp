@@ -27,10 +27,6 @@ DEV uint4 load_fresh(const void* p) {
   if ((u64)p % 16) fail("alignment of a load");
   return *(const uint4*)p;
 }
-DEV void wait_for_count(const u32* p, u32 n) {
-  while (*p < n) give_way();
-}
-DEV void add_release(u32* p, u32 v) { *p += v, ++events; }
 DEV u32 atomicAdd(u32* p, u32 v) {
   const u32 old = *p;
   *p += v;

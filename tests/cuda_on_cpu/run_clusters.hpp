@@ -9,17 +9,17 @@ static void enter() {
   give_way();
 }
 constexpr size_t STACK = 64 << 10;
-constexpr int ALL_THREADS = THREADS * CLUSTER;
 static int run_cluster(u8* stacks, std::mt19937& random, u32 smem_bytes) {
-  std::vector<Thread> threads(ALL_THREADS);
-  std::vector<Warp> warps(ALL_THREADS / WARP);
-  static std::vector<u8> memories(CLUSTER * (size_t)SMEM);
-  std::fill(memories.begin(), memories.end(), 0xEE);
+  const int all_threads = THREADS * CLUSTER;
+  std::vector<Thread> threads(all_threads);
+  std::vector<Warp> warps(all_threads / WARP);
+  static std::vector<u8> memories;
+  memories.assign(CLUSTER * (size_t)SMEM, 0xEE);
   ctas.assign(CLUSTER, Cta());
-  cluster_barrier = NamedBarrier(), cluster_threads = ALL_THREADS;
+  cluster_barrier = NamedBarrier(), cluster_threads = all_threads;
   for (int i = 0; i < CLUSTER; ++i) ctas[i].smem = &memories[i * (size_t)SMEM];
   groups.assign(MOST_THREADS * CLUSTER, Groups(1));
-  for (int i = 0; i < ALL_THREADS; ++i) {
+  for (int i = 0; i < all_threads; ++i) {
     u64* top = (u64*)(stacks + (i + 1) * STACK) - 1;  // as a call leaves it
     *--top = (u64)enter;
     for (int saved = 0; saved < 6; ++saved) *--top = 0;
@@ -48,7 +48,8 @@ static int run_cluster(u8* stacks, std::mt19937& random, u32 smem_bytes) {
 static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
   std::mt19937 random(seed);
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  u8* stacks = (u8*)mmap(nullptr, ALL_THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
+  const size_t room = THREADS * CLUSTER * STACK;
+  u8* stacks = (u8*)mmap(nullptr, room, PROT_READ | PROT_WRITE, flags, -1, 0);
   int result = 0;
   if (grid_x % CLUSTER) return FAILED;
   grid_size = {grid_x, grid_y};
@@ -64,6 +65,6 @@ static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
     }
     return result;
   });
-  munmap(stacks, ALL_THREADS * STACK);
+  munmap(stacks, room);
   return result;
 }

@@ -11,8 +11,9 @@ from tiercel.layers.linear import Linear
 from tiercel.layers.linear_group import (
     GateUp,
     GroupedLinear,
-    add_product,
+    Then,
     group_refusal,
+    multiply_chain,
     multiply_group,
 )
 from tiercel.layers.norm import RMSNorm
@@ -29,15 +30,20 @@ IN, OUT = 256, 40
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The op takes tensors of any device; the matrices of each launch."""
+    """The op takes tensors of any device; the matrices of each launch, of both groups."""
     found = []
 
     def count(x, matrices, **options):
         found.append(len(matrices))
         return op.linear_group(x, matrices, **options)
 
+    def count_both(x, matrices, following, **options):
+        found.append((len(matrices), len(following.matrices)))
+        return op.linear_chain(x, matrices, following, **options)
+
     monkeypatch.setattr(op, "device_refusal", lambda device: "")
     monkeypatch.setattr(layer, "linear_group", count)
+    monkeypatch.setattr(layer, "linear_chain", count_both)
     return found
 
 
@@ -99,17 +105,30 @@ def test_one_launch_gives_what_single_layers_give(has_norm, calls, device):
         assert relative_error(one, other.double().cpu()) < 1e-2
 
 
-def test_a_total_takes_a_product(calls, device):
+@pytest.mark.parametrize("has_tickets", [True, False])
+def test_a_second_group_takes_a_result(has_tickets, calls, device):
+    """In the same launch, or in one of its own."""
     x = torch.randn(3, IN, device=device).bfloat16()
-    linear = make_linear(make_fp8((OUT, IN), device=device), make_bf16((24, IN), device))
-    total = torch.randn(3, OUT + 24, device=device)
-    wanted = total + linear(x)
-    assert add_product(x, linear, total) is total
-    assert calls == [2]
-    assert relative_error(total, wanted.double().cpu()) < 1e-2
-    short = total.bfloat16()
-    assert add_product(x, linear, short) is short
-    assert calls == [2]
+    gate_up = GateUp(make_linear(make_fp8((2 * IN, IN), device=device)), 0.5)
+    split = make_linear(
+        make_fp8((OUT, IN), device=device), make_bf16((24, IN), device), out_dtype=torch.float32
+    )
+    down = make_linear(make_fp8((OUT, IN), device=device))
+    tickets = torch.zeros(2, dtype=torch.int32, device=device) if has_tickets else None
+    norm = RMSNorm(torch.rand(IN, device=device), 1e-6, torch.bfloat16)
+    then = Then([down, split], tickets, source=1, norm=norm, is_wide=True)
+    found, others = multiply_chain(x, [split, gate_up], then)
+    assert calls == ([(3, 3)] if has_tickets else [3, 3])
+    assert [one.dtype for one in others] == [torch.float32, torch.float32]
+    for one, part in zip(found, (split, gate_up), strict=True):
+        assert relative_error(one, part(x).double().cpu()) < 1e-2
+    for one, part in zip(others, (down, split), strict=True):
+        assert relative_error(one, part(norm(found[1])).double().cpu()) < 1e-2
+    # A part of two matrices has no result of one.
+    calls.clear()
+    two = make_linear(make_fp8((IN // 2, IN), device=device), make_bf16((IN // 2, IN), device))
+    multiply_chain(x, [two], replace(then, source=0))
+    assert calls == [2, 3]
 
 
 @pytest.mark.parametrize("make", [make_fp8, make_q8])
@@ -128,6 +147,17 @@ def test_heads_are_rotated_back_before_the_product(make, calls, device):
     assert not dense(x.repeat(10, 1, 1), many).any()
     assert calls == [1]
     assert relative_error(found, wanted[:2].double().cpu()) < 1e-2
+    tickets = torch.zeros(2, dtype=torch.int32, device=device)
+    last = Linear(LinearWeight((make_fp8((OUT, 384), device=device),), (OUT, 384)))
+    calls.clear()
+    (both,) = grouped.chain(x, rotation, Then([last], tickets))
+    assert calls == [(1, 1)]
+    (apart,) = grouped.chain(x, rotation, Then([last], None))
+    assert calls == [(1, 1), 1, 1]
+    assert torch.equal(both, apart)
+    (turned,) = grouped.chain(x, odd, Then([last], tickets))
+    assert calls == [(1, 1), 1, 1, 1]
+    assert turned.shape == (2, OUT)
 
 
 def test_refusals(calls, device):

@@ -216,3 +216,16 @@ def test_replay_equals_eager(num_tokens, device):
         return moe_experts(x, ids, weights, Experts(*stacks), limit=LIMIT)
 
     assert torch.equal(captured(run), run())
+
+
+def test_an_addend_is_added_to_a_float32_sum():
+    experts = Experts(torch.randn(3, 8, 16), torch.randn(3, 8, 16), torch.randn(3, 16, 8))
+    x, ids = torch.randn(2, 16), torch.tensor([[0, 2], [1, 0]])
+    given = (x, ids, torch.rand(2, 2), experts)
+    addend = torch.randn(2, 16)
+    both = moe_experts(*given, limit=None, addend=addend)
+    assert torch.equal(both, moe_experts(*given, limit=None) + addend)
+    with pytest.raises(ArgumentError, match=r"addend is \(2, 15\)"):
+        moe_experts(*given, limit=None, addend=addend[:, 1:])
+    with pytest.raises(ArgumentError, match="bfloat16"):
+        moe_experts(*given, limit=None, addend=addend, out_dtype=torch.bfloat16)

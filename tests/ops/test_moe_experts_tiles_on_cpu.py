@@ -44,7 +44,9 @@ def shape_of(stacks, topk):
     )
 
 
-def run(products, x, ids, weights, stacks, config, ctas=3, is_folded=True, limit=LIMIT):
+def run(
+    products, x, ids, weights, stacks, config, ctas=3, is_folded=True, limit=LIMIT, addend=None
+):
     """The kernel's result; nothing beside it is written, and the tickets are zeros again."""
     num_tokens, topk = ids.shape
     shape = shape_of(stacks, topk)
@@ -66,7 +68,7 @@ def run(products, x, ids, weights, stacks, config, ctas=3, is_folded=True, limit
     kernel.launch_moe_experts_tiles(
         out, x, ids, weights, chunks, [tile_planes(stack) for stack in stacks], limit,
         (h, y, tickets), config,
-        num_sms=ctas, is_dependent=True,
+        num_sms=ctas, is_dependent=True, addend=addend,
     )  # fmt: skip
     found = out.clone()
     out.fill_(float("nan"))
@@ -172,6 +174,9 @@ def test_any_distribution_of_tokens(kind, num_tokens, number, wide_case, product
         is_folded=num_tokens % 2 == 0,
     )
     assert torch.equal(other, out)
+    addend = torch.randn(num_tokens, HIDDEN)
+    added = run(products, x, ids, weights, stacks, CONFIGS[number], addend=addend)
+    assert torch.equal(added, out + addend)
     few = max(1, num_tokens // 2)
     part = run(products, x[:few], ids[:few], weights[:few], stacks, CONFIGS[0], limit=LIMIT)
     assert torch.equal(part, out[:few])
@@ -207,5 +212,8 @@ def test_a_single_token_has_the_bits_of_many(
         one = slice(row, row + 1)
         for ctas in (1, 3):
             products.seed = ctas
-            out = run(products, x[one], ids[one], weights[one], stacks, config, ctas=ctas)
-            assert torch.equal(out, many[one])
+            addend = torch.randn(1, hidden)
+            out = run(
+                products, x[one], ids[one], weights[one], stacks, config, ctas=ctas, addend=addend
+            )
+            assert torch.equal(out, many[one] + addend)

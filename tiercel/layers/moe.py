@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel.layers.linear import Linear
-from tiercel.layers.linear_group import GateUp, add_product, multiply_group
+from tiercel.layers.linear_group import GateUp, Then, multiply_chain
 from tiercel.ops.moe_experts import moe_experts
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.ops.moe_route import moe_route, moe_route_hash
@@ -55,11 +55,13 @@ class SharedExpert:
         gate_up: w1 and w3, one after the other.
         down: w2.
         limit: of the clamped SwiGLU; None for no clamp.
+        tickets: of the chain of its products; None without kernels.
     """
 
     gate_up: Linear
     down: Linear
     limit: float | None
+    tickets: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,11 @@ class MoE:
     def _own_part(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """What this rank's weights make of rows, a part of their sums."""
         shared = self.shared
-        gate_up = GateUp(shared.gate_up, shared.limit)
-        logits, h = multiply_group(x, [self.router.gate, gate_up])
+        parts: list[Linear | GateUp] = [self.router.gate, GateUp(shared.gate_up, shared.limit)]
+        then = Then([shared.down], shared.tickets, source=1, is_wide=True)
+        (logits, _), (added,) = multiply_chain(x, parts, then)
         ids, weights = self.router(logits, token_ids, self.own)
-        routed = moe_experts(
+        return moe_experts(
             x,
             ids,
             weights,
@@ -116,5 +119,5 @@ class MoE:
             rounds_activations=self.rounds_activations,
             out_dtype=torch.float32,  # the sum of both is rounded once
             num_ranks=1 if self.own is None else self.group.size,
+            addend=added,
         )
-        return add_product(h, shared.down, routed)

@@ -75,6 +75,7 @@ def moe_experts(
     rounds_activations: bool = False,
     out_dtype: torch.dtype | None = None,
     num_ranks: int = 1,
+    addend: Tensor | None = None,
 ) -> Tensor:
     """Sum over a token's experts of weight * w2 swiglu(w1 x, w3 x).
 
@@ -97,6 +98,8 @@ def moe_experts(
             the published code (native numerics).
         out_dtype: of the result; None for that of x.
         num_ranks: ranks whose experts the tokens go to; only with several is an id -1.
+        addend: (T, hidden) float that is added to a float32 result, such as that of a shared
+            expert; None for none.
 
     Returns:
         (T, hidden), contiguous. Float32 inside, but the kernels round the activations before w2 to
@@ -110,41 +113,31 @@ def moe_experts(
     Source: the inference code published with DeepSeek-V4; tiles of one expert as in MegaBlocks,
     arXiv 2211.15841.
     """
-    if x.dim() != 2 or x.dtype not in _FLOATS:
-        raise ArgumentError(
-            f"moe_experts: x is {tuple(x.shape)} {x.dtype}.",
-            hint="Pass (tokens, hidden) in float32, bfloat16 or float16.",
-        )
-    if (
-        ids.dim() != 2
-        or ids.shape[0] != x.shape[0]
-        or ids.shape[1] < 1
-        or ids.dtype != torch.int64
-        or weights.shape != ids.shape
-    ):
-        raise ArgumentError(
-            f"moe_experts: ids are {tuple(ids.shape)} {ids.dtype} and weights "
-            f"{tuple(weights.shape)} for {x.shape[0]} tokens.",
-            hint=f"Pass ids ({x.shape[0]}, topk) torch.int64 and weights of the same shape.",
-        )
+    _check_pairs(x, ids, weights)
     _check_limit("moe_experts", limit)
     _check_experts(experts, x.shape[1])
     out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
+    _check_addend(addend, out)
     if x.shape[0] == 0:
         return out
     stacks = None
     if experts.tickets is not None and x.dtype == torch.bfloat16 and not rounds_activations:
-        run_tiles(out, x, ids, weights, experts, limit, num_ranks)
+        run_tiles(out, x, ids, weights, experts, limit, num_ranks, addend)
         return out
     if x.is_cuda and not rounds_activations and env.has_moe_kernel():
         stacks = kernel_stacks(experts, x.dtype)
     if stacks is not None:
         run_kernels(out, x, ids, weights, stacks, limit, num_ranks)
-        return out
+        return _add(out, addend)
     rows, num_tiles = torch_ops.select_tiles(ids.numel(), experts.num_experts)
     made = torch_ops.make_tiles(ids, experts.num_experts, rows, num_tiles)
     pairs = torch_ops.run_experts(x.float(), made, weights, experts, limit, rounds_activations)
-    return out.copy_(torch_ops.sum_slots(pairs, ids.shape[1]))
+    return _add(out.copy_(torch_ops.sum_slots(pairs, ids.shape[1])), addend)
+
+
+def _add(out: Tensor, addend: Tensor | None) -> Tensor:
+    """A result with what no kernel has added to it."""
+    return out if addend is None else out.add_(addend)
 
 
 def kernel_stacks(
@@ -224,6 +217,7 @@ def run_tiles(
     experts: Experts,
     limit: float | None,
     num_ranks: int = 1,
+    addend: Tensor | None = None,
 ) -> None:
     """Multiply by stacks of layout TILES.
 
@@ -235,6 +229,7 @@ def run_tiles(
         experts: of `rest_experts`.
         limit: of the clamped SwiGLU; None for no clamp.
         num_ranks: see `moe_experts`.
+        addend: see `moe_experts`.
     """
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     num_pairs, (num_experts, inter, hidden) = ids.numel(), experts.w1.shape
@@ -253,6 +248,7 @@ def run_tiles(
             out, x, ids, weights, stacks, limit, workspace, configs,
             is_dependent=is_dependent(x.device),
         )  # fmt: skip
+        _add(out, addend)
         return
     config = tiles.select_tiles(shape, x.shape[0], limits)
     assert config is not None, "rest_experts refuses it"
@@ -266,10 +262,14 @@ def run_tiles(
         tickets = torch.zeros(count, dtype=torch.int32, device=x.device)
     h = torch.empty((num_pairs, inter), dtype=x.dtype, device=x.device)
     y = _make_results(num_pairs, hidden, x.device, num_ranks)
+    added = addend is not None and addend.dtype == torch.float32 and addend.is_contiguous()
     tiles.launch_moe_experts_tiles(
         out, x, ids, weights, chunks, stacks, limit, (h, y, tickets), config,
         num_sms=limits.num_sms, is_dependent=is_dependent(x.device),
+        addend=addend if added else None,
     )  # fmt: skip
+    if not added:
+        _add(out, addend)
 
 
 def _make_results(num_pairs: int, hidden: int, device: torch.device, num_ranks: int) -> Tensor:
@@ -358,6 +358,35 @@ def _check_limit(name: str, limit: float | None) -> None:
     if limit is not None and not limit > 0:
         raise ArgumentError(
             f"{name}: limit={limit}.", hint="Pass a positive limit, or None for no clamp."
+        )
+
+
+def _check_pairs(x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    if x.dim() != 2 or x.dtype not in _FLOATS:
+        raise ArgumentError(
+            f"moe_experts: x is {tuple(x.shape)} {x.dtype}.",
+            hint="Pass (tokens, hidden) in float32, bfloat16 or float16.",
+        )
+    if (
+        ids.dim() != 2
+        or ids.shape[0] != x.shape[0]
+        or ids.shape[1] < 1
+        or ids.dtype != torch.int64
+        or weights.shape != ids.shape
+    ):
+        raise ArgumentError(
+            f"moe_experts: ids are {tuple(ids.shape)} {ids.dtype} and weights "
+            f"{tuple(weights.shape)} for {x.shape[0]} tokens.",
+            hint=f"Pass ids ({x.shape[0]}, topk) torch.int64 and weights of the same shape.",
+        )
+
+
+def _check_addend(addend: Tensor | None, out: Tensor) -> None:
+    if addend is not None and (addend.shape != out.shape or out.dtype != torch.float32):
+        raise ArgumentError(
+            f"moe_experts: addend is {tuple(addend.shape)} for a result {tuple(out.shape)} "
+            f"{out.dtype}.",
+            hint=f"Pass an addend {tuple(out.shape)} and out_dtype torch.float32.",
         )
 
 

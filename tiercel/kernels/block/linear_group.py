@@ -5,6 +5,9 @@ blocks, Q8_0 in planes, or bfloat16. What is around the products of a DeepSeek-V
 the launch: the norm or the inverse rotation of x, the clamped SwiGLU of gate and up, a sum that the
 result is added to.
 
+A second group, whose x is a result of the first, may follow in the same launch: the CTAs wait for
+each other between the two, with the weights of the second on their way.
+
 Floor: the planes once, x once for each CTA from L2, the results once. So a CTA whose x leaves no
 room for a second one on its multiprocessor has twice as many warps. 16 tokens are slower than one
 matrix after the other (wo_a 24.2 against 15.3 us), and requests of all weights before the wait cost
@@ -27,6 +30,7 @@ from tiercel.kernels.runtime import rtc
 MAX_TOKENS = 8  # of a tensor core product's columns
 MAX_MATRICES = 8  # MOST_MATRICES of the kernel
 CAPABILITY = (8, 0)  # products of bfloat16
+CHAINED = ((9, 0), (10, 0))  # with the shared memory of `_SM_BYTES`, so that all CTAs run at once
 TILE_ROWS, PAIR_ROWS = 16, 8
 UNIT_BYTES = 128  # of a row
 KINDS = ("FP8_BLOCK", "BF16", "Q8_0")  # numbers and bits of the kernel
@@ -35,7 +39,7 @@ _WARPS, _MOST_WARPS = 8, 16  # of a CTA
 GROUP_ROWS = TILE_ROWS * _WARPS  # groups are multiples of them: those of a CTA at a time
 _SUM_BYTES = 2 * 512  # of a warp's sums, in two buffers
 _RESERVED_BYTES = 1 << 10  # of shared memory, by the system for each CTA
-_SM_BYTES, _CTA_BYTES = 228 << 10, 227 << 10
+_SM_BYTES, CTA_BYTES = 228 << 10, 227 << 10
 _X_BYTES = 128 << 10  # of shared memory, at most, for x and sums of three CTAs
 H200_SMS = 132
 
@@ -97,6 +101,64 @@ def select_linear_group(
     return three if has_cache and kind_of_input == PLAIN else three._replace(ctas=2)
 
 
+class GroupForm(NamedTuple):
+    """What decides a group's launch.
+
+    Attributes:
+        columns: of its matrices.
+        num_tiles: of each of them.
+        kind: INPUT of the kernel.
+        has_q8: whether one of them is in Q8_0.
+    """
+
+    columns: int
+    num_tiles: Sequence[int]
+    kind: int
+    has_q8: bool
+
+
+def select_linear_chain(
+    first: GroupForm, second: GroupForm, num_tokens: int, num_sms: int = H200_SMS
+) -> tuple[LinearGroupConfig, LinearGroupConfig]:
+    """Choose the launch of a group and of one behind it, whose CTAs serve both. Pure.
+
+    The order of sums is that of `select_linear_group`. A CTA is as wide as either group needs, and
+    a multiprocessor has as few as it needs, or three where one group gains and the other has room.
+
+    Args:
+        first: the group.
+        second: the one behind it.
+        num_tokens: rows of x.
+        num_sms: multiprocessors of the device.
+    """
+    one, two = chosen = [
+        select_linear_group(
+            form.columns,
+            form.num_tiles,
+            num_tokens,
+            kind_of_input=form.kind,
+            has_q8=first.has_q8 or second.has_q8,
+            num_sms=num_sms,
+        )
+        for form in (first, second)
+    ]
+    warps = max(config.parts * config.tiles for config in chosen)
+    ctas = min(one.ctas, two.ctas)
+    smem = chain_smem_bytes((first.columns, second.columns), num_tokens, (one, two))
+    is_plain = first.kind == second.kind == PLAIN
+    if ctas == 2 and max(one.ctas, two.ctas) == 3 and is_plain and 3 * smem <= _X_BYTES:
+        ctas = 3
+    shared = [
+        config._replace(
+            tiles=warps // config.parts,
+            stages=2 if ctas == 3 else config.stages,  # what the registers of three hold
+            ctas=ctas,
+        )
+        for config in chosen
+    ]
+    return shared[0], shared[1]
+
+
 def unit_columns(dtype: torch.dtype) -> int:
     """Columns of a unit of weights."""
     return UNIT_BYTES // dtype.itemsize
@@ -155,10 +217,14 @@ class GroupInput(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """INPUT of the kernel."""
+        """INPUT of the kernel, without groups of rows."""
         if self.norm is not None:
             return NORMED
         return PLAIN if self.rotation is None else ROTATED
+
+    def kind_for(self, matrices: Sequence[GroupPlanes]) -> int:
+        """INPUT of the kernel: groups are what rotated heads have, rotated or not."""
+        return ROTATED if any(one.num_groups > 1 for one in matrices) else self.kind
 
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
@@ -202,8 +268,17 @@ class _Input(ctypes.Structure):
 
 
 @functools.cache
-def cuda_source(kinds: int, kind_of_input: int, config: LinearGroupConfig) -> rtc.KernelSource:
-    """The kernel for some formats, a bit each in the order of `KINDS`."""
+def cuda_source(
+    kinds: int,
+    kind_of_input: int,
+    config: LinearGroupConfig,
+    following: tuple[int, int, LinearGroupConfig] | None = None,
+) -> rtc.KernelSource:
+    """The kernel for some formats, a bit each in the order of `KINDS`.
+
+    following: formats, kind of input and launch of a second group.
+    """
+    next_kinds, next_input, then = following or (0, PLAIN, LinearGroupConfig(0, 0, 0, 0))
     macros = (
         ("IS_BF16", 1),
         ("KINDS", kinds),
@@ -212,6 +287,10 @@ def cuda_source(kinds: int, kind_of_input: int, config: LinearGroupConfig) -> rt
         ("STAGES", config.stages),
         ("CTAS", config.ctas),
         ("INPUT", kind_of_input),
+        ("NEXT_KINDS", next_kinds),
+        ("NEXT_PARTS", then.parts),
+        ("NEXT_STAGES", then.stages),
+        ("NEXT_INPUT", next_input),
     )
     return rtc.KernelSource("linear_group", macros)
 
@@ -222,10 +301,20 @@ def smem_bytes(columns: int, num_tokens: int, config: LinearGroupConfig) -> int:
     return num_tokens * (2 * columns + 16) + sums
 
 
+def chain_smem_bytes(
+    columns: Sequence[int], num_tokens: int, configs: Sequence[LinearGroupConfig]
+) -> int:
+    """Dynamic shared memory of a CTA that has two groups one after the other."""
+    return max(
+        smem_bytes(count, num_tokens, config)
+        for count, config in zip(columns, configs, strict=True)
+    )
+
+
 def fits(columns: int, num_tokens: int) -> bool:
     """Whether x fits into shared memory."""
     config = select_linear_group(columns, [], num_tokens)
-    return smem_bytes(columns, num_tokens, config) <= _CTA_BYTES
+    return smem_bytes(columns, num_tokens, config) <= CTA_BYTES
 
 
 def share_ctas(num_blocks: Sequence[int], num_bytes: Sequence[int], slots: int) -> list[int]:
@@ -239,10 +328,13 @@ def share_ctas(num_blocks: Sequence[int], num_bytes: Sequence[int], slots: int) 
     if sum(num_blocks) <= slots:
         return list(num_blocks)
     total = sum(num_bytes)
-    return [
+    shares = [
         max(1, min(blocks, slots * size // total))
         for blocks, size in zip(num_blocks, num_bytes, strict=True)
     ]
+    most = max(shares)  # makes room for those that have one though their part is less
+    shares[shares.index(most)] = max(1, most - max(0, sum(shares) - slots))
+    return shares
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -273,40 +365,45 @@ def _matrix(planes: GroupPlanes, first_cta: int, num_ctas: int, num_blocks: int)
     )
 
 
-def launch_linear_group(
-    x: Tensor,
-    matrices: Sequence[GroupPlanes],
-    given: GroupInput,
-    config: LinearGroupConfig,
-    num_sms: int = H200_SMS,
-) -> None:
-    """Enqueue on the current stream; the op has checked and allocated.
+class FollowingGroup(NamedTuple):
+    """A second group of a launch, whose x is a result of the first.
 
-    Args:
-        x: (tokens, groups * columns) bfloat16; rows a multiple of 16 bytes apart.
-        matrices: 1 to `MAX_MATRICES`, of equal columns, each with rows.
+    Attributes:
+        x: (tokens, columns) bfloat16, a result of the first group.
+        matrices: as of a launch.
         given: what happens to x.
-        config: from `select_linear_group`.
-        num_sms: multiprocessors of the device.
+        config: as wide as that of the first group, of `select_linear_chain`.
+        tickets: (2,) int32 zeros, which are zeros again afterwards.
     """
-    num_tokens, columns = x.shape[0], matrices[0].weights.shape[1]
-    if num_tokens == 0:
-        return
-    smem = smem_bytes(columns, num_tokens, config)
-    at_once = max(1, min(config.ctas, _SM_BYTES // (smem + _RESERVED_BYTES)))
+
+    x: Tensor
+    matrices: Sequence[GroupPlanes]
+    given: GroupInput
+    config: LinearGroupConfig
+    tickets: Tensor
+
+
+def _place(
+    matrices: Sequence[GroupPlanes], config: LinearGroupConfig, slots: int
+) -> tuple[_Group, int, int]:
+    """A group with the CTAs of each matrix; how many they are, and the formats' bits."""
     num_blocks = [-(-planes.num_tiles // config.tiles) for planes in matrices]
-    num_ctas = share_ctas(num_blocks, [m.weights.nbytes for m in matrices], at_once * num_sms)
+    num_ctas = share_ctas(num_blocks, [m.weights.nbytes for m in matrices], slots)
     group, first, kinds = _Group(count=len(matrices)), 0, 0
     for place, planes in enumerate(matrices):
         group.matrices[place] = _matrix(planes, first, num_ctas[place], num_blocks[place])
         first += num_ctas[place]
         kinds |= 1 << planes.kind
+    return group, first, kinds
+
+
+def _input(x: Tensor, columns: int, given: GroupInput) -> _Input:
     norm_weight, eps = given.norm or (None, 0.0)
     positions, table = given.rotation or (None, None)
-    inputs = _Input(
+    return _Input(
         x.data_ptr(),
         x.stride(0),
-        num_tokens,
+        x.shape[0],
         columns,
         *map(_address, (norm_weight, positions, table)),
         eps,
@@ -315,11 +412,51 @@ def launch_linear_group(
         given.limit or 0.0,
         int(positions is not None and positions.dtype == torch.int64),
     )
-    source = cuda_source(kinds, given.kind, config)
+
+
+def launch_linear_group(
+    x: Tensor,
+    matrices: Sequence[GroupPlanes],
+    given: GroupInput,
+    config: LinearGroupConfig,
+    num_sms: int = H200_SMS,
+    following: FollowingGroup | None = None,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    Args:
+        x: (tokens, groups * columns) bfloat16; rows a multiple of 16 bytes apart.
+        matrices: 1 to `MAX_MATRICES`, of equal columns, each with rows.
+        given: what happens to x.
+        config: from `select_linear_group`, or with a second group `select_linear_chain`.
+        num_sms: multiprocessors of the device.
+        following: a second group, multiplied when all CTAs have finished the first.
+    """
+    num_tokens, columns = x.shape[0], matrices[0].weights.shape[1]
+    if num_tokens == 0:
+        return
+    smem = smem_bytes(columns, num_tokens, config)
+    then = None
+    if following is not None:
+        then = following.matrices[0].weights.shape[1]
+        smem = max(smem, smem_bytes(then, num_tokens, following.config))
+    at_once = max(1, min(config.ctas, _SM_BYTES // (smem + _RESERVED_BYTES)))
+    group, ctas, kinds = _place(matrices, config, at_once * num_sms)
+    arguments: list[object] = [group, _input(x, columns, given)]
+    second = None
+    if following is not None and then is not None:
+        group, others, next_kinds = _place(following.matrices, following.config, at_once * num_sms)
+        second = next_kinds, following.given.kind_for(following.matrices), following.config
+        ctas = max(ctas, others)
+        arguments += [group, _input(following.x, then, following.given)]
+        arguments.append(rtc.pointer(following.tickets))
     rtc.launch(
-        rtc.load_kernel(source, x.device, smem),
-        first,
+        rtc.load_kernel(
+            cuda_source(kinds, given.kind_for(matrices), config, second), x.device, smem
+        ),
+        ctas,
         32 * config.parts * config.tiles,
-        [group, inputs],
+        arguments,
         is_dependent=rtc.is_dependent(x.device),
+        is_cooperative=following is not None,
     )

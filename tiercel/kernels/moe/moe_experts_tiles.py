@@ -329,7 +329,7 @@ class _Work(ctypes.Structure):
     _fields_ = (
         *((name, KernelStack) for name in ("gate", "up", "down")),
         *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "of_chunks", "pairs")),
-        *((name, ctypes.c_void_p) for name in ("h", "y", "out", "tickets")),
+        *((name, ctypes.c_void_p) for name in ("h", "y", "out", "addend", "tickets")),
         ("limit", ctypes.c_float),
         ("num_tokens", ctypes.c_int),
         ("num_chunks", ctypes.c_int),
@@ -350,6 +350,7 @@ def launch_moe_experts_tiles(
     *,
     num_sms: int,
     is_dependent: bool,
+    addend: Tensor | None = None,
 ) -> None:
     """Enqueue; the op has checked and allocated.
 
@@ -366,8 +367,9 @@ def launch_moe_experts_tiles(
             zeros, which are zeros again afterwards.
         config: of `select_tiles`.
         num_sms: of the device.
-        is_dependent: see `rtc.launch`. The kernel ahead, and those before it, may write x, ids and
-            weights.
+        is_dependent: see `rtc.launch`. The kernel ahead, and those before it, may write x, ids,
+            weights and addend.
+        addend: (T, hidden) float32, contiguous, added to the sum of the slots; None for none.
     """
     gate, up, down = stacks
     shape = ExpertsShape(
@@ -385,6 +387,7 @@ def launch_moe_experts_tiles(
             workspace[0].data_ptr(),
             workspace[1].data_ptr(),
             out.data_ptr(),
+            None if addend is None else addend.data_ptr(),
             workspace[2].data_ptr(),
         ),
         math.inf if limit is None else limit,

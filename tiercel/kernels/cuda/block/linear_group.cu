@@ -13,12 +13,20 @@
 // are float32 in an order that follows from the matrix and PARTS alone: a token's bits depend on no
 // other token.
 //
+// A second group may follow, whose x is a result of the first (NEXT_PARTS > 0). Its CTAs are those of
+// the first: each counts what it has finished, requests its first weights of the second group, and
+// waits until all have counted. So all run at once (a cooperative launch), and weights do not wait.
+//
 // Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
-// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back).
+// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back, and groups); NEXT_KINDS, NEXT_PARTS,
+// NEXT_STAGES and NEXT_INPUT of a second group, 0 parts for none.
 #include "block/linear_group_ptx.cuh"
 #include "include/attention_ptx.cuh"
+#include "include/counters_ptx.cuh"
 
 #define WARPS (PARTS * TILES)
+#define COUNTED 0  // tickets: CTAs that have finished the first group, and that have left
+#define GONE 1
 #define MOST_MATRICES 8
 #define FP8 0
 #define BF16 1
@@ -47,7 +55,7 @@ struct Input {
   const u16* x;  // (num_tokens, ...) bf16, rows of stride elements
   i64 stride;
   int num_tokens, columns;  // of a matrix
-  // INPUT 1: of the norm. 2: positions of tokens, (positions, 2, rotary / 2) cosines and sines.
+  // NORMED: of the norm. ROTATED: positions of tokens, (positions, 2, rotary / 2) cosines and sines.
   const float* norm_weight;
   const void* positions;
   const float* table;
@@ -56,6 +64,14 @@ struct Input {
   float limit;       // of the clamped SwiGLU; 0 for none
   int has_long_positions;  // of 64 bits, not of 32
 };
+
+enum { PLAIN, NORMED, ROTATED };
+// How the warps of a CTA share the work of a group.
+template <int KINDS_, int PARTS_, int STAGES_, int INPUT_> struct Work {
+  static constexpr int SHARED = PARTS_, BLOCK = WARPS / PARTS_;  // warps of a tile, tiles of a block
+  static constexpr int FORMATS = KINDS_, AHEAD = STAGES_, GIVEN = INPUT_;
+};
+typedef Work<KINDS, PARTS, STAGES, INPUT> First;
 
 // Registers of a lane for a unit of its two rows: 128 bytes a row among four lanes.
 struct Unit {
@@ -143,7 +159,6 @@ template <int KIND> DEV void fetch(Unit& unit, const Matrix& m, const Rows& rows
 // Rows of x in shared memory lie 16 bytes further apart than they are long: no bank conflicts.
 DEV int row_of_x(int columns) { return 2 * columns + 16; }
 
-#if INPUT == 1
 // A warp norms a row in place.
 DEV void norm_rows(const Input& in, u8* memory) {
   const int lane = threadIdx.x % 32;
@@ -176,8 +191,6 @@ DEV void norm_rows(const Input& in, u8* memory) {
     }
   }
 }
-#endif
-#if INPUT == 2
 DEV i64 position_of(const Input& in, int token) {
   return in.has_long_positions ? ((const i64*)in.positions)[token]
                                : ((const int*)in.positions)[token];
@@ -197,25 +210,22 @@ DEV uint4 rotate_back(uint4 v, const Input& in, int column, int token) {
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
-#endif
 
 // Columns of x to shared memory, from `first_column` on; for all threads of a CTA.
-DEV void stage_x(const Input& in, u8* memory, int first_column) {
+template <int GIVEN> DEV void stage_x(const Input& in, u8* memory, int first_column) {
   const int runs = in.columns / 8;
 #pragma unroll 4
   for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * WARPS) {
     const int token = i / runs, column = first_column + 8 * (i - token * runs);
     uint4 v = __ldcg((const uint4*)(in.x + token * in.stride + column));
-#if INPUT == 2
-    v = rotate_back(v, in, column, token);
-#endif
+    if constexpr (GIVEN == ROTATED) v = rotate_back(v, in, column, token);
     *(uint4*)(memory + token * row_of_x(in.columns) + 2 * (column - first_column)) = v;
   }
   __syncthreads();
-#if INPUT == 1
-  norm_rows(in, memory);
-  __syncthreads();
-#endif
+  if constexpr (GIVEN == NORMED) {
+    norm_rows(in, memory);
+    __syncthreads();
+  }
 }
 
 template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, const Unit& unit,
@@ -291,77 +301,113 @@ DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&su
   }
 }
 
-// A run of blocks; a warp has units part, part + PARTS, ... of its tile of each.
-template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memory) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % PARTS;
+// A run of blocks of one matrix; a warp has units part, part + W::SHARED, ... of its tile of each. x is
+// there after the wait.
+template <class W, int KIND, class Wait>
+DEV void multiply(const Matrix& m, const Input& in, u8* memory, Wait wait) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % W::SHARED;
   const int units = in.columns / Shape<KIND>::COLUMNS;
-  const int turns = ((units + PARTS - 1) / PARTS + STAGES - 1) / STAGES * STAGES;
   const int cta = blockIdx.x - m.first_cta;
-  const int last = (int)((i64)(cta + 1) * m.num_blocks / m.num_ctas);
-  int block = (int)((i64)cta * m.num_blocks / m.num_ctas);
+  const int last = (cta + 1) * m.num_blocks / m.num_ctas;
+  int block = cta * m.num_blocks / m.num_ctas;
   float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.columns));
-  Rows rows = find_rows<KIND>(m, block * TILES + warp / PARTS, lane);
-  Unit ring[STAGES];
+  Rows rows = find_rows<KIND>(m, block * W::BLOCK + warp / W::SHARED, lane);
+  Unit ring[W::AHEAD];
 #pragma unroll
-  for (int stage = 0; stage < STAGES; ++stage)
-    if (part + stage * PARTS < units)
-      fetch<KIND>(ring[stage], m, rows, part + stage * PARTS, lane % 4);
-  wait_for_predecessor();
+  for (int stage = 0; stage < W::AHEAD; ++stage)
+    if (part + stage * W::SHARED < units)
+      fetch<KIND>(ring[stage], m, rows, part + stage * W::SHARED, lane % 4);
+  wait();
   int staged = -1;
-  for (int turn_of_sums = 0; block < last; ++block, turn_of_sums ^= 1) {
-    // Rows of a block have one part of x: groups are multiples of 8 tiles.
-    const int first_row = 16 * TILES * block;
-    const int first_column = (first_row < m.rows ? first_row : 0) / m.group_rows * in.columns;
-    if (first_column != staged) {
-      if (staged >= 0) __syncthreads();
-      stage_x(in, memory, first_column);
-      staged = first_column;
+  if constexpr (W::GIVEN != ROTATED) stage_x<W::GIVEN>(in, memory, 0);
+  for (; block < last; ++block) {
+    if constexpr (W::GIVEN == ROTATED) {
+      // Rows of a block have one part of x: groups are multiples of 8 tiles.
+      const int first_row = 16 * W::BLOCK * block;
+      const int first_column = (first_row < m.rows ? first_row : 0) / m.group_rows * in.columns;
+      if (first_column != staged) {
+        if (staged >= 0) __syncthreads();
+        stage_x<W::GIVEN>(in, memory, first_column);
+        staged = first_column;
+      }
     }
-    const int tile = block * TILES + warp / PARTS;
-    const bool has_next = block + 1 < last;
+    const int tile = block * W::BLOCK + warp / W::SHARED;
     float sums[4] = {};
-    for (int first = 0; first < turns; first += STAGES) {
-      const bool is_end = first + STAGES >= turns;  // what is fetched from here on is of the next
-      if (is_end && has_next) rows = find_rows<KIND>(m, tile + TILES, lane);
+    for (int first = 0; first * W::SHARED < units; first += W::AHEAD) {
+      // What is fetched from here on is of the next block.
+      const bool is_end = (first + W::AHEAD) * W::SHARED >= units;
+      if (is_end && block + 1 < last) rows = find_rows<KIND>(m, tile + W::BLOCK, lane);
 #pragma unroll
-      for (int stage = 0; stage < STAGES; ++stage) {
-        const int at = part + (first + stage) * PARTS;
+      for (int stage = 0; stage < W::AHEAD; ++stage) {
+        const int at = part + (first + stage) * W::SHARED;
         if (at < units) multiply_unit<KIND>(sums, m, ring[stage], in, memory, at);
-        const int next = is_end ? part + stage * PARTS : at + STAGES * PARTS;
-        if (next < units && (has_next || !is_end))
+        const int next = is_end ? part + stage * W::SHARED : at + W::AHEAD * W::SHARED;
+        if (next < units && (!is_end || block + 1 < last))
           fetch<KIND>(ring[stage], m, rows, next, lane % 4);
       }
     }
-#if PARTS > 1
-    // Two buffers in turn: one barrier a block.
-    float* own = all_sums + ((turn_of_sums * WARPS + warp) * 32 + lane) * 4;
-    *(float4*)own = make_float4(sums[0], sums[1], sums[2], sums[3]);
-    __syncthreads();
-    if (part) continue;
+    if constexpr (W::SHARED > 1) {
+      // Two buffers in turn: one barrier a block.
+      float* own = all_sums + ((block % 2 * WARPS + warp) * 32 + lane) * 4;
+      *(float4*)own = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      __syncthreads();
+      if (part) continue;
 #pragma unroll
-    for (int other = 1; other < PARTS; ++other) {
-      const float4 v = *(const float4*)(own + other * 128);
-      sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
+      for (int other = 1; other < W::SHARED; ++other) {
+        const float4 v = *(const float4*)(own + other * 128);
+        sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
+      }
     }
-#endif
     store_tile(m, in, tile, sums);
   }
 }
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
-    linear_group(const __grid_constant__ Group group, const __grid_constant__ Input in) {
-  let_dependents_start();
-  SHARED_MEMORY(memory);
+// What this CTA has of a group: blocks of one matrix, or nothing.
+template <class W, class Wait>
+DEV void multiply_group(const Group& group, const Input& in, u8* memory, Wait wait) {
   int index = 0;
   for (int i = 1; i < group.count; ++i) index += (int)blockIdx.x >= group.matrices[i].first_cta;
   const Matrix& m = group.matrices[index];
-#if KINDS & 1
-  if (m.kind == FP8) multiply<FP8>(m, in, memory);
+  if ((int)blockIdx.x >= m.first_cta + m.num_ctas) return wait();
+  if constexpr (W::FORMATS & 1)
+    if (m.kind == FP8) multiply<W, FP8>(m, in, memory, wait);
+  if constexpr (W::FORMATS & 2)
+    if (m.kind == BF16) multiply<W, BF16>(m, in, memory, wait);
+  if constexpr (W::FORMATS & 4)
+    if (m.kind == Q8_0) multiply<W, Q8_0>(m, in, memory, wait);
+}
+
+struct AfterPredecessor {
+  DEV void operator()() const { wait_for_predecessor(); }
+};
+#if NEXT_PARTS
+typedef Work<NEXT_KINDS, NEXT_PARTS, NEXT_STAGES, NEXT_INPUT> Next;
+struct AfterAllCtas {
+  u32* tickets;
+  DEV void operator()() const {
+    if (threadIdx.x == 0) wait_for_count(tickets + COUNTED, gridDim.x);
+    __syncthreads();
+  }
+};
 #endif
-#if KINDS & 2
-  if (m.kind == BF16) multiply<BF16>(m, in, memory);
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
+    linear_group(const __grid_constant__ Group group, const __grid_constant__ Input in
+#if NEXT_PARTS
+                 , const __grid_constant__ Group next, const __grid_constant__ Input next_in,
+                 u32* tickets  // zeros, and zeros again at the end
 #endif
-#if KINDS & 4
-  if (m.kind == Q8_0) multiply<Q8_0>(m, in, memory);
+    ) {
+  let_dependents_start();
+  SHARED_MEMORY(memory);
+  multiply_group<First>(group, in, memory, AfterPredecessor());
+#if NEXT_PARTS
+  __syncthreads();  // results are written, and x has been read
+  if (threadIdx.x == 0) {
+    __threadfence();
+    add_release(tickets + COUNTED, 1);
+  }
+  multiply_group<Next>(next, next_in, memory, AfterAllCtas{tickets});
+  if (threadIdx.x == 0 && atomicInc(tickets + GONE, gridDim.x - 1) == gridDim.x - 1)
+    tickets[COUNTED] = 0;
 #endif
 }

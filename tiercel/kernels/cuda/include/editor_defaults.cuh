@@ -75,6 +75,10 @@
 #define IS_GATE_UP 1
 #define IS_NVFP4 1
 #define KINDS 7
+#define NEXT_INPUT 1
+#define NEXT_KINDS 7
+#define NEXT_PARTS 1
+#define NEXT_STAGES 2
 #define OCTETS 2
 #define TILES 1
 

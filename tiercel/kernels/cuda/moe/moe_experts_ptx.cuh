@@ -2,6 +2,7 @@
 // processor tests/cuda_on_cpu/moe_device.hpp replaces this file.
 #pragma once
 
+#include "include/counters_ptx.cuh"
 #include "packed/packed_ptx.cuh"
 
 DEV void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -29,16 +30,4 @@ DEV uint4 load_fresh(const void* p) {
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
-}
-// Until *p is n or more; a wait that never ends becomes a trap (after seconds), not a hang.
-DEV void wait_for_count(const u32* p, u32 n) {
-  asm volatile(
-      "{ .reg .pred p; .reg .u32 v, i; mov.u32 i, 0;\n"
-      "WAIT: ld.acquire.gpu.global.u32 v, [%0]; setp.ge.u32 p, v, %1;\n@p bra DONE;\n"
-      "add.u32 i, i, 1; setp.gt.u32 p, i, 4000000;\n@p trap;\nbra WAIT;\nDONE: }" ::"l"(p),
-      "r"(n)
-      : "memory");
-}
-DEV void add_release(u32* p, u32 v) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

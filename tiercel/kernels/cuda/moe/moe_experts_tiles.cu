@@ -72,6 +72,7 @@ struct Work {
   u8* h;                   // (num_pairs, INTER) bf16
   float* y;                // (num_pairs, HIDDEN)
   void* out;               // (num_tokens, HIDDEN)
+  const float* addend;     // (num_tokens, HIDDEN), added to the sum of the slots; or null
   u32* tickets;            // COUNTED, then one a chunk: zeros, and zeros again at the end
   float limit;
   int num_tokens, num_chunks;
@@ -254,6 +255,7 @@ DEV void store(void* out, i64 at, float y) {
   ((float*)out)[at] = y;
 #endif
 }
+DEV float addend_at(const Work& w, i64 at) { return w.addend ? __ldcg(w.addend + at) : 0.f; }
 template <int TOTAL> DEV float raised(float sum, const float* total, int expert) {
   return TOTAL == 0 ? sum : TOTAL == 1 ? sum * total[expert] : sum / total[expert];
 }
@@ -490,7 +492,7 @@ DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums,
     if (tid >= 32 || column >= HIDDEN) continue;
     float total = slots[tid];
     for (int k = 1; k < TOPK; ++k) total += slots[32 * k + tid];
-    store(w.out, column, total);
+    store(w.out, column, total + addend_at(w, column));
   }
 }
 
@@ -515,7 +517,8 @@ DEV void sum_slots(const Work& w, int tid) {
       float total = __uint_as_float(word(slots[0], q));
 #pragma unroll
       for (int k = 1; k < TOPK; ++k) total += __uint_as_float(word(slots[k], q));
-      store(w.out, (i64)n * HIDDEN + column + q, total);
+      const i64 at = (i64)n * HIDDEN + column + q;
+      store(w.out, at, total + addend_at(w, at));
     }
   }
 }
