@@ -17,11 +17,13 @@ likewise, its d at 2 k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tiercel.kernels.fused.fused_decode_step_geometry import GROUPS, StepGeometry
-from tiercel.kernels.fused.fused_decode_step_stream import StepUnit, step_units
+from tiercel.kernels.fused.fused_decode_step_stream import step_units
 from tiercel.kernels.fused.fused_refusal import CTAS
 
 ENTRY = 4
@@ -58,11 +60,12 @@ class RowTable:
                         unit.part,
                         unit.row + i,
                         slice_of[unit.block],
-                        unit.at // _PIECE,
-                        _apart(unit, qtype),
+                        begins[0] // _PIECE,
+                        _apart(begins, qtype),
                         unit.blocks * i | unit.blocks * unit.rows << 8 | unit.block << 16,
                     )
                     for unit in units
+                    for begins in [unit.begins(qtype, plan.lanes * unit.rows * unit.blocks)]
                     for i in range(unit.rows)
                 ]
                 if not own or not num_parts:
@@ -91,8 +94,9 @@ class RowTable:
         return table
 
 
-def _apart(unit: StepUnit, qtype: str) -> int:
+def _apart(begins: Sequence[int], qtype: str) -> int:
     """Where qh and d of Q6_K are, from the unit's begin on."""
     if qtype != "Q6_K":
         return 0
-    return (unit.qh_at - unit.at) // _PIECE | (unit.d_at - unit.at) // 2 << 16
+    begin, _, qh, d = begins
+    return (qh - begin) // _PIECE | (d - begin) // 2 << 16

@@ -120,6 +120,10 @@ class _Unit:
         place = (self.slot, self.slot, self.second, self.pair)[plane.section]
         return place.at + plane.after * place.lanes + plane.lane_bytes * place.before
 
+    def begins(self, qtype: str, lanes: int) -> list[int]:
+        """The first byte of each of its planes; `lanes`: its own."""
+        return [self.begin(plane, qtype, lanes) for plane in _PLANES[qtype]]
+
 
 def _slots(plan: RowPlan, rows: int, before: int, group: int) -> range:
     """The slots of a part that a group takes; `before` slots of other matrices came first."""
@@ -200,12 +204,9 @@ def _sequence(
     return found, start
 
 
-StepUnit = _Unit
-
-
 def step_units(
     geometry: StepGeometry, name: str, num_parts: int, group: int, qtype: str
-) -> list[StepUnit]:
+) -> list[_Unit]:
     """The units of a matrix in the sequence of a group of warps; see `_sequence`."""
     return _sequence(geometry, name, num_parts, group, qtype)[0]
 
