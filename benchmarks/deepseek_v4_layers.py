@@ -285,11 +285,16 @@ def make_pools(
     return pools, tables.to(device)
 
 
-def floor_bytes(model: DeepseekV4, weights: RandomWeights, step: Step) -> int:
-    """The least bytes that a step moves; see the module."""
-    config = model.config
+def floor_bytes(
+    model: DeepseekV4, weights: RandomWeights, step: Step, num_routed: int | None = None
+) -> int:
+    """The least bytes that a step moves; see the module.
+
+    num_routed: tokens that choose experts; None: those of the step.
+    """
+    config, num_routed = model.config, num_routed or step.num_tokens
     share = config.num_experts_per_tok / config.num_experts
-    chosen = 1 - (1 - share) ** step.num_tokens
+    chosen = 1 - (1 - share) ** num_routed
     total = 0.0
     for name, size in weights.num_bytes.items():
         if "ffn.experts." in name:

@@ -4,12 +4,17 @@
     python -m benchmarks.v4_ranks --gpus 8 --alone --out FILE.json
     python -m benchmarks.v4_ranks --gpus 2 --model qwen3-8b --out FILE.json
     NCCL_NVLS_ENABLE=0 python -m benchmarks.v4_ranks --gpus 2 --split ep --requests 64 256
+    NCCL_NVLS_ENABLE=0 python -m benchmarks.v4_ranks --gpus 2 --split dp --requests 64 256
 
 DeepSeek-V4-Flash with MXFP4 experts, or a dense model of `model_shapes.py` in the types of Q4_K_M;
 weights are random and drawn on each GPU. A process per GPU; a decode step of 1, 8 and 64 requests
 with the logits of all token ids, as an engine samples from them, is one CUDA graph, replayed by all
 ranks together, and the slowest rank counts. Ranks must have equal bits, or nothing is timed.
 `--layers` is for GPUs that do not hold all 43.
+
+`--split dp` is data-parallel attention: the requests are shared out, each GPU attends to its own,
+and experts are whole. Then ranks have other rows, and instead of comparing them each step is run
+twice for the same bits; floors have a gather and a sum of rows a layer.
 
 Beside it the head alone: those logits, and greedy tokens by the best of each rank.
 
@@ -30,7 +35,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -58,7 +63,7 @@ from tiercel.ipc.ranks import join_group
 from tiercel.models.decoder import Decoder
 from tiercel.models.deepseek_v4_model import DeepseekV4
 from tiercel.models.model import Model
-from tiercel.models.sharding import Sharding
+from tiercel.models.sharding import sharding_kind
 from tiercel.models.weights import WeightReader
 from tiercel.parallel import Group
 from tiercel.profiling.device_timing import read_gbps
@@ -87,6 +92,14 @@ class Lone(Group):
         """The rank's own part in place of each."""
         return torch.cat([x] * self.size, dim=dim)
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rank's own rows in place of each one's."""
+        return torch.cat([x] * len(counts))
+
+    def scatter_sums(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rank's own part of its rows."""
+        return x[: counts[0]]
+
     def meet(self, what: str, timeout_s: float) -> None:
         """There is nobody to wait for."""
 
@@ -109,6 +122,7 @@ class Job:
         has_prompt: whether a prompt is timed too.
         has_kernels: whether rank 0's kernels are listed.
         out: for the figures.
+        has_own_requests: whether each rank has a share of the requests, and whole experts.
     """
 
     model: str
@@ -121,11 +135,20 @@ class Job:
     has_prompt: bool
     has_kernels: bool
     out: Path | None
+    has_own_requests: bool = False
+
+    @property
+    def shares(self) -> int:
+        """Ranks that requests are shared out to."""
+        return self.num_gpus if self.has_own_requests else 1
 
 
 def load(job: Job, group: Group, device: torch.device) -> tuple[Model, Any]:
     """This rank's part of the model, and the weights that it drew."""
-    sharding = Sharding(group.rank, group.size, expert_parallel=job.expert_parallel)
+    kind = sharding_kind(
+        expert_parallel=job.expert_parallel, data_parallel_attention=job.has_own_requests
+    )
+    sharding = kind.of(group.rank, group.size)
     if job.model != "flash":
         shrink = SHRINK if device.type == "cpu" else 1
         config = decoder_config(job.model, job.num_layers, shrink)
@@ -142,10 +165,14 @@ def load(job: Job, group: Group, device: torch.device) -> tuple[Model, Any]:
     return DeepseekV4(v4_config, reader, dtype, 1 << 14, options, group), weights
 
 
-def step_bytes(model: Model, weights: Any, step: Step) -> int:
-    """Bytes that a rank reads in a step, its rows of the head included."""
+def step_bytes(model: Model, weights: Any, step: Step, shares: int = 1) -> int:
+    """Bytes that a rank reads in a step, its rows of the head included.
+
+    shares: ranks that bring as many tokens to the experts.
+    """
     if isinstance(model, DeepseekV4):
-        return floor_bytes(model, weights, step) + weights.num_bytes["head.weight"]
+        num_bytes = floor_bytes(model, weights, step, shares * step.num_tokens)
+        return num_bytes + weights.num_bytes["head.weight"]
     matrices = sum(size for name, size in weights.num_bytes.items() if name != "embed.weight")
     token = sum(
         spec.bytes_per_block(model.block_size) // model.block_size for spec in model.cache_specs()
@@ -153,14 +180,15 @@ def step_bytes(model: Model, weights: Any, step: Step) -> int:
     return matrices + step.num_reqs * step.context_len * token
 
 
-def make_batch(model: Model, step: Step, device: torch.device) -> Batch:
+def make_batch(job: Job, model: Model, rank: int, step: Step, device: torch.device) -> Batch:
     """Random tokens over a random cache, which is bound to the model."""
     pools, tables = make_pools(group_specs(model.cache_specs()), step, device, model.block_size)
     model.bind_cache(pools)
     batch = make_timing_batch(step.num_reqs, step.query_len, step.context_len, tables)
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3 + rank * job.has_own_requests)
     ids = torch.randint(0, model.config.vocab_size, batch.input_ids.shape, generator=generator)
-    return replace(batch, input_ids=ids.int().to(device))
+    counts = (batch.num_tokens,) * job.num_gpus if job.has_own_requests else ()
+    return replace(batch, input_ids=ids.int().to(device), rank_tokens=counts)
 
 
 def repeatable(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
@@ -215,17 +243,39 @@ def _wall_s(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def sum_us(group: Group, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """Microseconds of a sum over ranks in a graph of many."""
-    x, count = torch.zeros(shape, dtype=dtype, device=device), SUMS[device.type]
+def collective_us(
+    call: Callable[[Tensor], Tensor], x: Tensor, group: Group, device: torch.device
+) -> float:
+    """Microseconds of a call of the group with x, in a graph of many."""
+    count = SUMS[device.type]
 
     def run() -> Tensor:
-        y = x
+        out = x
         for _ in range(count):
-            y = group.all_reduce(y)
-        return y
+            out = call(x)
+        return out
 
     return 1e3 * time_ms(repeatable(run, device), group, device) / count
+
+
+def collectives_us(
+    job: Job, model: Model, group: Group, num_tokens: int, device: torch.device
+) -> dict[str, float]:
+    """Microseconds of what a layer sends, by name."""
+    hidden, is_v4 = model.config.hidden_size, isinstance(model, DeepseekV4)
+    rows = torch.zeros((num_tokens, hidden), dtype=model.dtype, device=device)
+    out = rows.to(torch.float32 if is_v4 else model.dtype)
+    if not job.has_own_requests:
+        return {
+            "attention_sum_us": collective_us(group.all_reduce, rows, group, device),
+            "mlp_sum_us": collective_us(group.all_reduce, out, group, device),
+        }
+    counts = (num_tokens,) * job.num_gpus
+    parts = out.repeat(job.num_gpus, 1)
+    return {
+        "gather_us": collective_us(lambda x: group.gather_rows(x, counts), rows, group, device),
+        "scatter_us": collective_us(lambda x: group.scatter_sums(x, counts), parts, group, device),
+    }
 
 
 def kernel_rows(
@@ -264,13 +314,21 @@ def check_bits(group: Group, out: Tensor) -> None:
             raise SystemExit(f"rank {group.rank}: other bits than another rank; not timed")
 
 
+def check_again(group: Group, first: Tensor, second: Tensor) -> None:
+    """Stop unless a rank got the same finite numbers twice."""
+    if not bool(first.isfinite().all()):
+        raise SystemExit(f"rank {group.rank}: not finite; not timed")
+    if not torch.equal(first, second):
+        raise SystemExit(f"rank {group.rank}: other bits when it ran again; not timed")
+
+
 @torch.inference_mode()
 def measure_step(
     job: Job, model: Model, weights: Any, group: Group, step: Step, gbps: float
 ) -> list[dict[str, Any]]:
     """Time one step; its row, then those of kernels."""
     device = torch.device(job.device_type)
-    batch = make_batch(model, step, device)
+    batch = make_batch(job, model, group.rank, step, device)
     found: dict[str, Tensor] = {}
 
     def run() -> Tensor:
@@ -281,33 +339,35 @@ def measure_step(
     is_decode = step.query_len == 1
     repeat = repeatable(run, device) if is_decode else run
     repeat()
-    check_bits(group, found["hidden"])
+    if job.has_own_requests:
+        first = found["hidden"].clone()
+        repeat()
+        check_again(group, first, found["hidden"])
+    else:
+        check_bits(group, found["hidden"])
     ms = time_ms(repeat, group, device)
-    shape = (step.num_tokens, model.config.hidden_size)
-    is_v4 = isinstance(model, DeepseekV4)
-    dtypes = (model.dtype, torch.float32 if is_v4 else model.dtype)
-    sums = [sum_us(group, shape, dtype, device) for dtype in dtypes]
+    sums = collectives_us(job, model, group, step.num_tokens, device)
     last = found["hidden"][batch.logits_rows.long()].clone()
     heads = {"best": lambda: model.best_tokens(last, 1)[1], "logits": lambda: model.logits(last)}
     head_us = {
         f"head_{name}_us": round(1e3 * time_ms(repeatable(run_head, device), group, device), 2)
         for name, run_head in heads.items()
     }
-    num_bytes = step_bytes(model, weights, step)
-    floor_ms = num_bytes / gbps / 1e6 + job.num_layers * sum(sums) / 1e3
-    name = f"{job.model}, {job.num_layers} layers, {step.num_reqs} requests, "
+    num_bytes = step_bytes(model, weights, step, job.shares)
+    floor_ms = num_bytes / gbps / 1e6 + job.num_layers * sum(sums.values()) / 1e3
+    name = f"{job.model}, {job.num_layers} layers, {step.num_reqs * job.shares} requests, "
     name += f"{step.query_len} new tokens, context {step.context_len}"
     kernels = kernel_rows(name, repeat, group, device) if job.has_kernels else []
     timed = {
         "name": name,
         "gpus": job.num_gpus,
         "is_alone": job.is_alone,
-        "experts": "whole" if job.expert_parallel else "split",
+        "experts": "whole" if job.expert_parallel or job.has_own_requests else "split",
+        "requests_per_gpu": step.num_reqs,
         "is_graph": is_decode and device.type == "cuda",
         "step_ms": round(ms, 4),
         "layer_us": round(1e3 * ms / job.num_layers, 2),
-        "attention_sum_us": round(sums[0], 2),
-        "mlp_sum_us": round(sums[1], 2),
+        **{key: round(value, 2) for key, value in sums.items()},
         **head_us,
         "bytes_per_rank": num_bytes,
         "weight_bytes_per_rank": sum(weights.num_bytes.values()),
@@ -338,7 +398,7 @@ def measure(job: Job, group: Group, device: torch.device) -> list[dict[str, Any]
     gbps = read_gbps(device)
     model, weights = load(job, group, device)
     kind = device.type
-    steps = [Step(count, 1, CONTEXT[kind]) for count in job.requests]
+    steps = [Step(-(-count // job.shares), 1, CONTEXT[kind]) for count in job.requests]
     steps += [Step(1, PROMPT[kind], PROMPT[kind])] if job.has_prompt else []
     rows: list[dict[str, Any]] = [{"name": "rate of reading", "read_gbps": gbps}]
     for step in steps:
@@ -379,7 +439,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--model", default="flash")
     parser.add_argument("--layers", type=int, default=0, help="0: all")
-    parser.add_argument("--split", default="tp", choices=("tp", "ep"), help="of the experts")
+    parser.add_argument("--split", default="tp", choices=("tp", "ep", "dp"))
     parser.add_argument("--alone", action="store_true", help="rank 0 without the others")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--requests", type=int, nargs="*", default=DECODE)
@@ -387,6 +447,8 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="list those of rank 0")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.split == "dp" and options.model != "flash":
+        parser.error("--split dp shares experts, which a dense model does not have")
     whole = 43 if options.model == "flash" else 36
     run(
         Job(
@@ -400,6 +462,7 @@ def main() -> None:
             not options.no_prompt,
             options.kernels,
             options.out,
+            options.split == "dp",
         )
     )
 

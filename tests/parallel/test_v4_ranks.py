@@ -1,5 +1,7 @@
 """The benchmark of shared models, on ranks of two processes and on one by itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,6 +37,20 @@ def test_ranks_are_timed_and_agree(two_ranks, tmp_path, model):
         assert row["floor_ms"] > 2 * row["attention_sum_us"] / 1e4
         assert row["step_ms"] > 0
     assert len(read(tmp_path / "figures.json").rows) == 3
+
+
+def test_ranks_with_requests_of_their_own_are_timed(two_ranks, tmp_path):
+    """The requests are shared out; each rank's rows are other ones."""
+    task = job("flash", tmp_path / "figures.json", has_own_requests=True, requests=(4,))
+    first, second = two_ranks.run(rows_of, task)
+    (_, step), (_, other) = first, second
+    assert step["name"].split(", ")[2] == "4 requests"
+    assert (step["requests_per_gpu"], step["experts"]) == (2, "whole")
+    assert step["floor_ms"] > (step["gather_us"] + step["scatter_us"]) / 1e3
+    assert step["bytes_per_rank"] == other["bytes_per_rank"]
+    alone = replace(task, is_alone=True, out=None)
+    _, found = rows_of(Lone(0, 2), alone)
+    assert found["weight_bytes_per_rank"] == step["weight_bytes_per_rank"]
 
 
 def test_kernels_of_a_step_are_listed():
