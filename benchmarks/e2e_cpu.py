@@ -19,6 +19,16 @@ interpreter of another one, also of the package cyllama (benchmarks/e2e_cpu_llam
     CMAKE_ARGS=-DGGML_NATIVE=ON .venv-llama/bin/pip install --no-binary llama-cpp-python \
         llama-cpp-python==0.3.36
 
+`--llama-bench` names a program of that name (benchmarks/e2e_cpu_llama_bench.py): one file without
+dependencies, for a machine that has no compiler. It reports the rates of decode, prompt, bandwidth
+and busy. From llama.cpp's sources, here for AVX-512:
+
+    cmake -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_STATIC=ON \
+        -DCMAKE_EXE_LINKER_FLAGS=-static -DLLAMA_OPENSSL=OFF -DGGML_NATIVE=OFF -DGGML_AVX2=ON \
+        -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON \
+        -DGGML_AVX512_BF16=ON -DGGML_AVX512_VBMI=ON
+    cmake --build build --target llama-bench
+
 Each engine runs in a process of its own, with its own threads, and all are measured in turn, so
 that none has a quieter machine. Another job on the same cores spoils the figures, llama.cpp's
 first: its threads spin. Models other than SmolLM2 have the shapes and types of published files and
@@ -389,16 +399,24 @@ def find_model(name: str, folder: Path) -> Case:
     return Case(name, path.resolve(), 0, False)
 
 
-def find_engines(peers: Sequence[str] | None) -> dict[str, list[str]]:
-    """The commands of Tiercel and of those peers whose interpreters exist."""
+def find_engines(peers: Sequence[str] | None, programs: Sequence[str]) -> dict[str, list[str]]:
+    """The commands of Tiercel and of those peers that exist.
+
+    Args:
+        peers: interpreters; None for those of `PEERS`, or none beside programs.
+        programs: paths of llama-bench.
+    """
     module = ["-m", "benchmarks.e2e_cpu_tiercel"]
     commands = {"tiercel": [sys.executable, *module]}
-    for peer in PEERS if peers is None else peers:
-        path = ROOT / peer
-        if path.exists():
-            commands[str(peer)] = [str(path), "-m", "benchmarks.e2e_cpu_llama"]
-        else:
+    interpreters = (() if programs else PEERS) if peers is None else peers
+    for peer in (*interpreters, *programs):
+        path = str(ROOT / peer)
+        if not Path(path).exists():
             print(f"{peer} is missing: a peer is left out (python -m benchmarks.e2e_cpu --help).")
+        elif peer in programs:
+            commands[peer] = [sys.executable, "-m", "benchmarks.e2e_cpu_llama_bench", path]
+        else:
+            commands[peer] = [path, "-m", "benchmarks.e2e_cpu_llama"]
     return commands
 
 
@@ -440,6 +458,12 @@ def main() -> None:
         help="Python with llama-cpp-python or cyllama; without it those of .venv-*",
     )
     parser.add_argument(
+        "--llama-bench",
+        action="append",
+        default=[],
+        help="path of llama.cpp's program of that name",
+    )
+    parser.add_argument(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / "tiercel-models",
@@ -452,7 +476,7 @@ def main() -> None:
         prompt_tokens=options.prompt_tokens,
         requests=options.requests,
     )
-    commands, head = find_engines(options.peer), machine()
+    commands, head = find_engines(options.peer, options.llama_bench), machine()
     rows: list[dict[str, Any]] = []
     for name in options.models:
         found = find_model(name, options.folder)

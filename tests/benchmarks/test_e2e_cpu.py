@@ -128,9 +128,43 @@ def test_bytes_of_a_step(name):
 
 
 def test_missing_peers_are_said(capsys):
-    found = e2e_cpu.find_engines([sys.executable, "/nowhere/python"])
+    found = e2e_cpu.find_engines([sys.executable, "/nowhere/python"], ["/nowhere/llama-bench"])
     assert list(found) == ["tiercel", sys.executable]
-    assert "/nowhere/python is missing" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "/nowhere/python is missing" in shown
+    assert "/nowhere/llama-bench is missing" in shown
+
+
+LLAMA_BENCH = """#!{python}
+import json, sys
+values = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if values["-m"] == "broken":
+    sys.exit("a model that cannot be read")
+new, past, threads = (int(values[name]) for name in ("-n", "-d", "-t"))
+rate = 1000 * int(values["-p"]) + 10 * new + past + threads / 10
+row = {{"avg_ts": rate, "build_number": 1, "build_commit": "c0ffee", "cpu_info": "a processor"}}
+print(json.dumps([row | {{"backends": "CPU", "flash_attn": -1}}]))
+"""
+
+
+def test_llama_bench_is_a_peer(tmp_path, capfd):
+    """A stand-in for the program, whose rate tells the sizes of a run."""
+    program = tmp_path / "llama-bench"
+    program.write_text(LLAMA_BENCH.format(python=sys.executable))
+    program.chmod(0o755)
+    command = e2e_cpu.find_engines(None, [str(program)])[str(program)]
+    worker = Worker(command, {"model": "m.gguf", "threads": 2})
+    try:
+        assert worker.ask("describe")["engine"] == "llama_bench"
+        assert worker.ask("decode", prompt=[1, 2, 3], new_tokens=8) == {"tokens_per_second": 73.2}
+        assert worker.ask("read", prompt=[1, 2]) == {"tokens_per_second": 2000.2}
+        assert worker.ask("batch", prompts=[[1], [2]], new_tokens=8) is None
+    finally:
+        worker.close()
+    worker = Worker(command, {"model": "broken", "threads": 2})
+    with pytest.raises(EngineError):
+        worker.ask("describe")
+    assert "cannot be read" in capfd.readouterr().err
 
 
 def test_bandwidth_is_of_the_buffer():
