@@ -1,6 +1,6 @@
 """Runs one command line per file in a fork of a process that has imported the command already.
 
-    python -m tests.cli.fork_driver FOLDER ARGUMENT...     (each FILE in FOLDER replaces "{}")
+    python -m tests.cli.fork_driver ARGUMENT... -- FILE...     (each FILE in turn replaces "{}")
 
 So a hundred files cost seconds, and each still has a fresh process with its own peak of memory.
 Writes one JSON object per file to standard output.
@@ -49,12 +49,13 @@ def run_forked(arguments):
 
 
 def main():
-    folder, *arguments = sys.argv[1:]
+    end = sys.argv.index("--")
+    arguments, paths = sys.argv[1:end], map(Path, sys.argv[end + 1 :])
     # This import brings in all that the command needs.
     run(["missing-file" if word == "{}" else word for word in arguments])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     base = run_forked(["--help"])["peak_bytes"]
-    for path in sorted(Path(folder).iterdir()):
+    for path in paths:
         result = run_forked([str(path) if word == "{}" else word for word in arguments])
         result["name"] = path.name
         result["above_import_bytes"] = result["peak_bytes"] - base

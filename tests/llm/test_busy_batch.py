@@ -60,8 +60,15 @@ def run_busy(engine, requests, draw):
     return aborted
 
 
-@pytest.mark.parametrize("overlap", ["0", "1"])
-@pytest.mark.parametrize("name", NAMES)
+# Without overlap one of the models by default.
+CASES = [
+    pytest.param(name, overlap, marks=[pytest.mark.slow] * (overlap == "0" and name != NAMES[0]))
+    for name in NAMES
+    for overlap in ("0", "1")
+]
+
+
+@pytest.mark.parametrize(("name", "overlap"), CASES)
 def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(monkeypatch, name, overlap):
     """Random lengths and arrivals, aborts, and a cache that forces preemptions."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)

@@ -73,8 +73,18 @@ def plain_of(path_of):
     return answer
 
 
-@pytest.mark.parametrize("overlap", ["0", "1"])
-@pytest.mark.parametrize("num_spec_tokens", [1, 4, 15])
+# By default each number of drafts with and without overlap by turns.
+DRAFT_CASES = [
+    pytest.param(num, overlap, marks=[pytest.mark.slow] * is_rare)
+    for num, overlap, is_rare in (
+        (1, "1", False), (4, "0", False), (15, "1", False),
+        (1, "0", True), (4, "1", True), (15, "0", True),
+    )
+]  # fmt: skip
+OVERLAP = ["1", pytest.param("0", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("num_spec_tokens", "overlap"), DRAFT_CASES)
 @pytest.mark.parametrize(("name", "spec"), CASES)
 def test_greedy_answers_are_those_of_plain_decoding(
     monkeypatch, path_of, plain_of, name, spec, num_spec_tokens, overlap
@@ -119,7 +129,7 @@ def alone_of(path_of):
     return answers
 
 
-@pytest.mark.parametrize("overlap", ["0", "1"])
+@pytest.mark.parametrize("overlap", OVERLAP)
 @pytest.mark.parametrize(("name", "spec"), CASES)
 def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
     monkeypatch, path_of, alone_of, name, spec, overlap
@@ -376,7 +386,7 @@ def test_a_rejected_draft_leaves_no_trace_in_the_cache(name):
         torch.testing.assert_close(drafted[key][-count:], expected[-count:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("overlap", ["0", "1"])
+@pytest.mark.parametrize("overlap", OVERLAP)
 def test_a_stop_string_at_every_place_leaks_nothing(monkeypatch, path_of, overlap):
     """Text, tokens, log-probabilities and streams end where those of plain decoding end."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
