@@ -101,12 +101,15 @@ def on_gpu(*cases):
 
 
 # Groups of 3, 1 and 20 heads, so that tiles are filled, and cut a request's queries, unevenly.
-DECODE_HEADS = [
-    (6, 2, 64),
-    (2, 2, 40),
-    (2, 1, 256),
-    (20, 1, 128),
-    *on_gpu((32, 8, 128), (14, 2, 64)),
+DECODE_HEADS = [(6, 2, 64), (2, 2, 40), (2, 1, 256), (20, 1, 128)]
+GPU_HEADS = [(32, 8, 128), (14, 2, 64)]
+# Interpreted, a window with every second shape by default.
+DECODE_CASES = [
+    pytest.param(shape, window, marks=[pytest.mark.slow] * (number % 2 == bool(window)))
+    for number, shape in enumerate(DECODE_HEADS)
+    for window in (0, 64)
+] + [
+    pytest.param(shape, window, marks=pytest.mark.gpu) for shape in GPU_HEADS for window in (0, 64)
 ]
 # Interpreted, a product of bfloat16 is garbage, and float16 has tests enough below.
 KERNEL_DTYPES = [torch.float32, *on_gpu(torch.float16, torch.bfloat16)]
@@ -165,8 +168,7 @@ def check_kernel(requests, shape, block_size, window, dtype, device, *, shorten=
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize("window", [0, 64])
-@pytest.mark.parametrize("shape", DECODE_HEADS, ids=str)
+@pytest.mark.parametrize(("shape", "window"), DECODE_CASES, ids=str)
 @pytest.mark.parametrize("requests", DECODES.values(), ids=DECODES)
 def test_kernel_matches_oracle(requests, shape, window, dtype, device):
     check_kernel(requests, shape, 64, window, dtype, device, shorten=True)
@@ -178,8 +180,11 @@ def test_kernel_takes_any_block(block_size, device):
     check_kernel(DECODES["mixed"], (2, 1, 64), block_size, 33, torch.float16, device)
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("window", [0, 100, 129])
+@pytest.mark.parametrize(
+    ("queries", "window"),
+    [(1, 0), (3, 0), (3, 100), (1, 129)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 100), (3, 129))],
+)
 def test_lengths_at_each_border(queries, window, device):
     """Block, split, and the place where splits grow: one less, equal, one more."""
     borders = (64, 128, 192, 256, 384, 512)
@@ -259,7 +264,7 @@ def alone(case, request, queries, shape, window, **options):
     return run_kernel(q, k_cache, v_cache, single, 0.2, window=window, **options)
 
 
-@pytest.mark.parametrize("window", [0, 150])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 150])
 @pytest.mark.parametrize("shape", ROW_HEADS, ids=str)
 def test_rows_do_not_depend_on_the_batch(shape, window, device):
     """Bit for bit: alone, under another bound, and shared by other numbers of programs."""
@@ -280,8 +285,12 @@ def test_rows_do_not_depend_on_the_batch(shape, window, device):
             assert torch.equal(out[stop - queries : stop], lone)
 
 
-@pytest.mark.parametrize("shorten", [False, True])
-@pytest.mark.parametrize("window", [0, 300])  # the last token's window begins with a split, at 512
+@pytest.mark.parametrize(
+    ("window", "shorten"),
+    # The last token's window begins with a split, at 512.
+    [(0, True), (300, False)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((0, False), (300, True))],
+)
 @pytest.mark.parametrize("shape", ROW_HEADS, ids=str)
 def test_rows_do_not_depend_on_drafts(shape, window, shorten, device):
     """Bit for bit: a token alone, and after others of its request, on tiles of any width."""
