@@ -43,6 +43,7 @@ SHAPES = {
     "llama3-8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256, 131_072, "llama"),
     "llama3-70b": Shape(8192, 80, 64, 8, 128, 28672, 128_256, 131_072, "llama"),
     "gemma3-270m": Shape(640, 18, 4, 1, 256, 2048, 262_144, 32_768, "gemma3", True, 512, "Q4_0"),
+    "gemma3-1b": Shape(1152, 26, 4, 1, 256, 6912, 262_144, 32_768, "gemma3", True, 512),
     "gemma3-4b": Shape(2560, 34, 8, 4, 256, 10240, 262_144, 131_072, "gemma3", True, 1024),
     "gemma3-12b": Shape(3840, 48, 16, 8, 256, 15360, 262_144, 131_072, "gemma3", True, 1024),
     "gemma3-27b": Shape(5376, 62, 32, 16, 128, 21504, 262_144, 131_072, "gemma3", True, 1024),
@@ -87,8 +88,9 @@ def step_types(name: str, mixture: str) -> list[tuple[str, ...]]:
 def decoder_shape(name: str, num_layers: int = 0) -> DecoderShape:
     """One of SHAPES as the kernel of whole decode steps sees it, all of its layers or some."""
     shape = SHAPES[name]
+    is_gemma, layers = shape.arch == "gemma3", num_layers or shape.layers
     return DecoderShape(
-        num_layers or shape.layers,
+        layers,
         shape.hidden,
         shape.intermediate,
         shape.heads,
@@ -96,7 +98,10 @@ def decoder_shape(name: str, num_layers: int = 0) -> DecoderShape:
         shape.head_dim,
         shape.head_dim,
         shape.context,
-        "outputs of attention and MLP are normed" if shape.arch == "gemma3" else "",
+        activation="gelu_tanh" if is_gemma else "silu",
+        has_update_norms=is_gemma,
+        window=shape.window,
+        sliding=tuple(bool(shape.window) and layer % 6 != 5 for layer in range(layers)),
     )
 
 

@@ -22,9 +22,15 @@ POSITIONS = 64
 V_AND_DOWN = 1 << 2 | 1 << 5  # the matrices of a layer that are Q6_K in half of a Q4_K_M file
 
 
-def make_shape(num_layers=1, hidden=4096, inner=4096, heads=32, kv_heads=8, head_dim=128):
-    """Sizes of a decoder, those of Qwen3-8B but for its MLP."""
-    return DecoderShape(num_layers, hidden, inner, heads, kv_heads, head_dim, head_dim, 40960)
+def make_shape(num_layers=1, hidden=4096, inner=4096, heads=32, kv_heads=8, head_dim=128, window=0):
+    """Sizes of a decoder, those of Qwen3-8B but for its MLP; with a window what Gemma 3 has."""
+    is_gemma = window > 0
+    return DecoderShape(
+        *(num_layers, hidden, inner, heads, kv_heads, head_dim, head_dim, 40960),
+        activation="gelu_tanh" if is_gemma else "silu",
+        has_update_norms=is_gemma,
+        window=window,
+    )
 
 
 def rows_of(shape):
@@ -79,8 +85,10 @@ class Model:
 def make_model(
     masks, shape=None, device="cpu", seed=0, *, has_qk_norm=True, has_bias=False, spread=1.5
 ):
-    """Random layers of a shape; spread: of the weights of norms."""
+    """Random layers of a shape, every second one full; spread: of the weights of norms."""
     shape = replace(shape or make_shape(), num_layers=len(masks))
+    if shape.window:
+        shape = replace(shape, sliding=tuple(index % 2 == 0 for index in range(len(masks))))
     assert refuse_shape(shape) is None
     geometry = make_geometry(shape, masks)
     generator = torch.Generator(device).manual_seed(seed)
@@ -108,6 +116,10 @@ def make_model(
         )
         layer |= {"attn_norm": near_one(shape.hidden_size), "mlp_norm": near_one(shape.hidden_size)}
         norms += [layer["attn_norm"], layer["mlp_norm"]]
+        if shape.has_update_norms:
+            own = {f"{part}_update_norm": near_one(shape.hidden_size) for part in ("attn", "mlp")}
+            layer |= own
+            norms += own.values()
         if has_qk_norm:
             layer |= {"q_norm": near_one(shape.head_dim), "k_norm": near_one(shape.head_dim)}
             head_norms += [layer["q_norm"], layer["k_norm"]]
@@ -116,6 +128,6 @@ def make_model(
             biases.append(torch.cat([layer[f"{name}_bias"] for name in "qkv"]))
         layers.append(layer)
     angles = torch.rand(POSITIONS, shape.head_dim // 2, device=device, generator=generator) * 6.3
-    rope = torch.stack((angles.cos(), angles.sin()), dim=1)
-    weights = builder.finish(norms, head_norms, biases, rope, eps=EPS, scale=SCALE)
+    ropes = tuple(torch.stack((turns.cos(), turns.sin()), dim=1) for turns in (angles, 3 * angles))
+    weights = builder.finish(norms, head_norms, biases, ropes, eps=EPS, scale=SCALE)
     return Model(weights, layers)

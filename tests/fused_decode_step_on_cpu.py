@@ -55,24 +55,23 @@ def run(
         caches.planes[i] = plane.data_ptr()
     exchange = torch.full_like(weights.exchange, kernel.EXCHANGE_EMPTY)
     out = torch.full_like(x, float("nan"))
-    table = batch.block_tables[0].contiguous()
     args = kernel.make_args(
         x,
         out,
         weights.stream.data,
         weights.starts,
         weights.shares,
-        weights.geometry.masks,
+        weights.geometry,
         weights.norms,
         weights.head_norms,
         weights.bias,
-        weights.rope,
+        weights.ropes,
         exchange,
         batch.positions,
         batch.seq_lens,
         batch.rows,
-        table,
-        batch.slot_mapping[0],
+        tuple(batch.block_tables),
+        tuple(batch.slot_mapping),
         eps=weights.eps,
         scale=weights.scale,
     )

@@ -83,7 +83,7 @@ def step_source(name, mixture="Q4_K_M"):
     masks = [make_mask(types) for types in step_types(name, mixture)]
     geometry, arch = make_geometry(decoder_shape(name), masks), SHAPES[name].arch
     return fused_decode_step.cuda_source(
-        geometry, has_qk_norm=arch == "qwen3", has_bias=arch == "qwen2"
+        geometry, has_qk_norm=arch in ("qwen3", "gemma3"), has_bias=arch == "qwen2"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.fused_decode_step_model import EPS, SCALE, V_AND_DOWN, make_model
+from tests.fused_decode_step_model import EPS, SCALE, V_AND_DOWN, make_model, make_shape
 from tests.hf_models import make_model as make_hf_model
 from tests.hf_models import own_tensors, sample_config, write_folder
 from tests.packed_weights import LAYOUTS
@@ -66,21 +66,21 @@ def make_layer(parts, rope, *, layout=Layout.SOA):
 def test_layers_are_packed_as_the_file_has_them(layout):
     model = make_model((V_AND_DOWN,))
     expected = model.weights
-    layer = make_layer(model.layers[0], expected.rope, layout=layout)
+    layer = make_layer(model.layers[0], expected.ropes[0], layout=layout)
     step = layers.make_fused_decode_step([layer], SHAPE, EPS, CPU)
     found = step.weights
     assert found.geometry.masks == (V_AND_DOWN,)
     assert torch.equal(found.stream.data, expected.stream.data)
     assert torch.equal(found.norms, expected.norms)
     assert torch.equal(found.head_norms, expected.head_norms)
-    assert found.rope is expected.rope
+    assert found.ropes[0] is found.ropes[1] is expected.ropes[0]
     assert (found.eps, found.scale) == (EPS, SCALE)
 
 
 @pytest.mark.usefixtures("_here")
 def test_a_layer_that_does_not_fit_leaves_it_out():
     model = make_model((0,))
-    layer = make_layer(model.layers[0], model.weights.rope, layout=Layout.FILE)
+    layer = make_layer(model.layers[0], model.weights.ropes[0], layout=Layout.FILE)
     dense = LinearWeight((torch.zeros(4096, 4096),), (4096, 4096))
     mixed = make_model((V_AND_DOWN,)).layers[0]
 
@@ -97,27 +97,34 @@ def test_a_layer_that_does_not_fit_leaves_it_out():
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "unsupported"),
+    ("family", "fields", "parts"),
     [
-        ("llama", {"hidden_act": "silu"}, ""),
-        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "the activation is gelu_tanh, not silu"),
-        ("qwen3", {"hidden_act": "silu"}, ""),
-        ("qwen2", {"hidden_act": "silu"}, ""),
+        ("llama", {"hidden_act": "silu"}, {}),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu_tanh"}),
+        ("qwen3", {"hidden_act": "silu"}, {}),
+        ("qwen2", {"hidden_act": "silu"}, {}),
         (
             "gemma3",
-            {"hidden_activation": "silu", "layer_types": ["full_attention"] * 3},
-            "outputs of attention and MLP are normed",
+            {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+            | {"sliding_window": 33, "hidden_activation": "gelu_pytorch_tanh"},
+            {"activation": "gelu_tanh", "has_update_norms": True, "window": 33}
+            | {"sliding": (True, False, True)},
+        ),
+        (
+            "gemma3",
+            {"layer_types": ["full_attention"] * 3, "hidden_activation": "silu"},
+            {"has_update_norms": True},
         ),
     ],
 )
-def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, fields, unsupported):
+def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, fields, parts):
     values = sample_config(random.Random(1), family).values | {"num_hidden_layers": 3} | fields
     write_folder(tmp_path, values, own_tensors(make_hf_model(values)))
     seen = []
     monkeypatch.setattr(decoder_build, "make_fused_decode_step", lambda *args: seen.append(args))
     with open_tiny(tmp_path, max_model_len=77) as llm:
         model = llm._engine.runner.model
-    ((parts, shape, eps, _),) = seen
+    ((given, shape, eps, _),) = seen
     assert shape == DecoderShape(
         num_layers=3,
         hidden_size=values["hidden_size"],
@@ -127,15 +134,33 @@ def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, field
         head_dim=values["head_dim"],
         rotary_dim=values["head_dim"],
         max_tokens=77,
-        unsupported=unsupported,
+        **{"sliding": (False,) * 3} | parts,
     )
     assert eps == values["rms_norm_eps"]
-    for part, layer in zip(parts, model.layers, strict=True):
+    following = [*model.layers[1:], None]
+    for part, layer, after in zip(given, model.layers, following, strict=True):
         norms = layer.attention.head_norms
         assert part.attn_norm is layer.attn_norm.weight
         assert part.mlp_norm is layer.mlp_norm.weight
         assert (part.attention, part.mlp) == (layer.attention, layer.mlp)
         assert part.head_norms == (() if norms is None else (norms.q, norms.k))
+        last = model.last_update_norm
+        output = after.attn_norm.update_weight if after else None if last is None else last.weight
+        wanted = (layer.mlp_norm.update_weight, output) if family == "gemma3" else ()
+        assert len(part.update_norms) == len(wanted)
+        assert all(a is b for a, b in zip(part.update_norms, wanted, strict=True))
+
+
+def test_each_layer_is_found_through_its_own_tables():
+    shape = make_shape(hidden=512, inner=512, heads=4, kv_heads=2, head_dim=64, window=9)
+    model = make_model((0, 0, 0), shape)
+    step = layers.FusedDecodeStep(model.weights)
+    planes = [
+        {name: torch.zeros(2, 64, 2, 64, dtype=torch.float16) for name in "kv"} for _ in range(3)
+    ]
+    step.bind_cache(planes, (1, 0, 1))
+    assert step.groups == (0, 1)  # the second layer alone is full
+    assert [plane.data_ptr() for plane in step.caches.v] == [p["v"].data_ptr() for p in planes]
 
 
 def test_a_cpu_has_none():

@@ -66,10 +66,16 @@ SHAPES = {
     "qwen2": make_shape(hidden=3584, inner=2560, heads=28, kv_heads=4),  # seven heads, 32 splits
     "heads": make_shape(hidden=512, inner=768, heads=40, kv_heads=40, head_dim=64),  # 3 splits
     "lanes": make_shape(hidden=640, inner=1152, heads=4, kv_heads=2, head_dim=64),  # odd numbers
+    # Heads of 256 in two slots of a tile, norms of updates, GELU, a window of some tiles.
+    "gemma": make_shape(hidden=640, inner=768, heads=4, kv_heads=1, head_dim=256, window=300),
+    # As the largest: two groups of outputs in some CTAs; heads of 128; a window of few keys.
+    "gemmas": make_shape(hidden=4352, inner=1280, heads=4, kv_heads=2, window=40),
+    # 12 query heads share one: two groups of six.
+    "teams": make_shape(hidden=512, inner=768, heads=24, kv_heads=2),
     "tiny": make_shape(hidden=512, inner=768, heads=8, kv_heads=2, head_dim=64),
 }
 HAS_BIAS = ("qwen2", "tiny")
-HAS_QK_NORM = ("whole", "rows", "slices", "wide")
+HAS_QK_NORM = ("whole", "rows", "slices", "wide", "gemma", "gemmas")
 
 
 def make_sized(name, masks, device="cpu"):
@@ -82,10 +88,12 @@ def make_batch(length, device, *, num_blocks=0, row=2, position=5):
     """One request in row 2 of 4 whose blocks are in any order; its last token is new."""
     needed = -(-length // BLOCK_TOKENS)
     num_blocks = max(num_blocks, needed + 3)
-    order = torch.randperm(num_blocks - 1)[:needed] + 1
-    tables = torch.zeros((1, 4, max(needed, 1) + 2), dtype=torch.int32)
-    tables[0, row, :needed] = order
-    slot = int(order[-1]) * BLOCK_TOKENS + (length - 1) % BLOCK_TOKENS
+    # Of full layers and of sliding ones.
+    orders = [torch.randperm(num_blocks - 1)[:needed] + 1 for _ in range(2)]
+    tables = torch.zeros((2, 4, max(needed, 1) + 2), dtype=torch.int32)
+    for group, order in enumerate(orders):
+        tables[group, row, :needed] = order
+    slots = [[int(order[-1]) * BLOCK_TOKENS + (length - 1) % BLOCK_TOKENS] for order in orders]
 
     def ints(*values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=device)
@@ -97,7 +105,7 @@ def make_batch(length, device, *, num_blocks=0, row=2, position=5):
         seq_lens=ints(length),
         rows=ints(row),
         logits_rows=ints(0),
-        slot_mapping=ints(slot, dtype=torch.int64)[None],
+        slot_mapping=torch.tensor(slots, device=device),
         block_tables=tables.to(device),
         query_lens=(1,),
         context_lens=(length,),
@@ -108,21 +116,38 @@ def make_batch(length, device, *, num_blocks=0, row=2, position=5):
     ), num_blocks
 
 
+def layer_slots(model, batch):
+    """Of each layer, the slots of the tokens that it sees before the new one, and that one's."""
+    shape, length = model.weights.geometry.shape, batch.context_lens[0]
+    found = []
+    for slides in shape.sliding or (False,) * len(model.layers):
+        table = batch.block_tables[int(slides), batch.rows[0]].long()
+        first = max(0, length - shape.window) if slides else 0
+        tokens = torch.arange(first, length, device=table.device)
+        found.append(table[tokens // BLOCK_TOKENS] * BLOCK_TOKENS + tokens % BLOCK_TOKENS)
+    return [(slots[:-1], int(slots[-1])) for slots in found]
+
+
 def make_planes(model, num_blocks, batch, device):
     """Caches whose tokens are random, and NaN where nothing may be read."""
-    shape, num_layers = model.weights.geometry.shape, len(model.layers)
-    length = batch.context_lens[0]
-    table = batch.block_tables[0, batch.rows[0]].long()
-    tokens = torch.arange(length - 1, device=device)
-    slots = table[tokens // BLOCK_TOKENS] * BLOCK_TOKENS + tokens % 64
-    planes = []
-    for _ in range(2 * num_layers):
-        size = (num_blocks, BLOCK_TOKENS, shape.num_kv_heads, shape.head_dim)
-        plane = torch.full(size, float("nan"), dtype=torch.float16, device=device)
-        values = torch.randn(length - 1, shape.num_kv_heads, shape.head_dim, device=device)
-        plane.flatten(0, 1)[slots] = values.half()
-        planes.append(plane)
-    return planes[:num_layers], planes[num_layers:], slots
+    shape = model.weights.geometry.shape
+    sides = []
+    for _ in range(2):
+        planes = []
+        for slots, _ in layer_slots(model, batch):
+            size = (num_blocks, BLOCK_TOKENS, shape.num_kv_heads, shape.head_dim)
+            plane = torch.full(size, float("nan"), dtype=torch.float16, device=device)
+            values = torch.randn(len(slots), shape.num_kv_heads, shape.head_dim, device=device)
+            plane.flatten(0, 1)[slots] = values.half()
+            planes.append(plane)
+        sides.append(planes)
+    return sides
+
+
+def step(x, model, k, v, batch):
+    """The op; sliding layers have the second group."""
+    caches = prepare_caches(model.weights.geometry, k, v)
+    return fused_decode_step(x, model.weights, caches, batch, (0, 1))
 
 
 def run_both(model, length, device, *, rounds=True):
@@ -132,20 +157,29 @@ def run_both(model, length, device, *, rounds=True):
     """
     num_layers = len(model.layers)
     batch, num_blocks = make_batch(length, device)
-    k, v, slots = make_planes(model, num_blocks, batch, device)
-    x = torch.randn(1, model.weights.geometry.shape.hidden_size, device=device)
+    k, v = make_planes(model, num_blocks, batch, device)
+    shape = model.weights.geometry.shape
+    x = torch.randn(1, shape.hidden_size, device=device)
+    seen = layer_slots(model, batch)
+    turns = [rope[int(batch.positions[0])] for rope in model.weights.ropes]
+    sliding = shape.sliding or (False,) * num_layers
     layers = [
-        model.dense(i) | {"keys": k[i].flatten(0, 1)[slots], "values": v[i].flatten(0, 1)[slots]}
-        for i in range(num_layers)
+        model.dense(i)
+        | {"keys": k[i].flatten(0, 1)[slots], "values": v[i].flatten(0, 1)[slots]}
+        | {"turn": turns[int(sliding[i])]}
+        for i, (slots, _) in enumerate(seen)
     ]
-    turn = model.weights.rope[int(batch.positions[0])]
-    expected, new = oracle.fused_decode_step(x[0], layers, turn, EPS, SCALE, rounds=rounds)
+    expected, new = oracle.fused_decode_step(
+        x[0], layers, turns[0], EPS, SCALE, activation=shape.activation, rounds=rounds
+    )
     before = [plane.clone() for plane in (*k, *v)]
-    out = fused_decode_step(x, model.weights, prepare_caches(model.weights.geometry, k, v), batch)
-    slot = int(batch.slot_mapping[0, 0])
+    out = step(x, model, k, v, batch)
+    own_slots = [slot for _, slot in seen] * 2
     wanted = torch.stack([pair[i] for i in range(2) for pair in new])
-    written = torch.stack([plane.flatten(0, 1)[slot] for plane in (*k, *v)])
-    for plane, old in zip((*k, *v), before, strict=True):
+    written = torch.stack(
+        [plane.flatten(0, 1)[slot] for plane, slot in zip((*k, *v), own_slots, strict=True)]
+    )
+    for plane, old, slot in zip((*k, *v), before, own_slots, strict=True):
         plane.flatten(0, 1)[slot] = old.flatten(0, 1)[slot]
         assert torch.equal(plane.view(torch.int16), old.view(torch.int16))
     errors = relative_error(out[0], expected), relative_error(written, wanted)
@@ -156,7 +190,7 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-BIG = ("whole", "wide", "widest", "llama", "qwen2")
+BIG = ("whole", "wide", "widest", "llama", "qwen2", "gemma", "gemmas", "teams")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +199,8 @@ BIG = ("whole", "wide", "widest", "llama", "qwen2")
 def test_packing_keeps_every_byte(name):
     """Every byte of the stream but what fills lines belongs to one matrix."""
     small_blocks = ("Q4_0", "Q8_0", "Q5_0", "IQ4_NL")
-    kinds = {"lanes": small_blocks, "tiny": TYPES}.get(name, ("Q4_K", "Q6_K", "Q5_K"))
+    of_shape = dict.fromkeys(("lanes", "gemma"), small_blocks) | {"tiny": TYPES}
+    kinds = of_shape.get(name, ("Q4_K", "Q6_K", "Q5_K"))
     types = [QuantType[kind] for kind in kinds]
     shape = replace(SHAPES[name], num_layers=len(types))
     # No nibble is 0: some change places.
@@ -209,6 +244,10 @@ def test_cpu_matches_oracle(name, mask):
     assert run_both(make_sized(name, (mask,)), 70, CPU) < TOLERANCE
 
 
+def test_cpu_matches_oracle_with_two_kinds_of_layers():
+    assert run_both(make_sized("gemma", SMALL_BLOCKS), 400, CPU) < 2 * TOLERANCE
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
 def test_matches_oracle_at_every_size(name, device):
@@ -240,21 +279,20 @@ def run_on_cpu(library, model, length, **options):
     """The result of the source for a token, with new keys and values, and the expected result."""
     weights = model.weights
     batch, num_blocks = make_batch(length, CPU)
-    planes = make_planes(model, num_blocks, batch, CPU)[:2]
+    planes = make_planes(model, num_blocks, batch, CPU)
     x = torch.randn(1, weights.geometry.shape.hidden_size)
     copies = [[plane.clone() for plane in side] for side in planes]
     out = fused_decode_step_on_cpu.run(library, x, weights, *copies, batch, **options)
-    expected = fused_decode_step(x, weights, prepare_caches(weights.geometry, *planes), batch)
-    slot = int(batch.slot_mapping[0, 0])
-    pairs = [pair for side in zip(copies, planes, strict=True) for pair in zip(*side, strict=True)]
-    for copy, plane in pairs:
+    expected = step(x, model, *planes, batch)
+    slots = [slot for _, slot in layer_slots(model, batch)] * 2
+    results = [[out[0]], [expected[0]]]
+    for copy, plane, slot in zip(*([*k, *v] for k, v in (copies, planes)), slots, strict=True):
         others = torch.arange(plane.flatten(0, 1).shape[0]) != slot
         rest = [side.flatten(0, 1)[others].view(torch.int16) for side in (copy, plane)]
         assert torch.equal(*rest)  # no other token was written
-    return [
-        [result[0], *(plane.flatten(0, 1)[slot].flatten() for side in sides for plane in side)]
-        for result, sides in ((out, copies), (expected, planes))
-    ]
+        for result, side in zip(results, (copy, plane), strict=True):
+            result.append(side.flatten(0, 1)[slot].flatten())
+    return results
 
 
 def check_source(build_source, name, masks, length):
@@ -277,6 +315,9 @@ def check_source(build_source, name, masks, length):
         pytest.param("heads", (0,), 600, id="heads"),
         pytest.param("lanes", SMALL_BLOCKS, 70, id="lanes"),
         pytest.param("rows", (IQ4_M,), 70, id="four_bits"),
+        pytest.param("gemma", (SMALL_BLOCKS[0], SMALL_BLOCKS[1]), 500, id="gemma"),
+        pytest.param("teams", (0,), 70, id="teams"),
+        pytest.param("gemmas", (V_AND_DOWN, 0), 300, id="gemmas", marks=pytest.mark.slow),
     ],
 )
 def test_source_matches_op(name, masks, length, build_source):
@@ -330,7 +371,7 @@ def test_every_depth(device):
 def test_scratch_writes_nothing(device):
     model = make_model((0,), device=device)
     batch, num_blocks = make_batch(1, device)
-    k, v, _ = make_planes(model, num_blocks, batch, device)
+    k, v = make_planes(model, num_blocks, batch, device)
     batch = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1))
     caches = prepare_caches(model.weights.geometry, k, v)
     x = torch.randn(1, 4096, device=device)
@@ -346,7 +387,7 @@ def test_replays_have_the_bits_of_a_launch(device):
     model = make_sized("wide", (V_AND_DOWN, 0, 0), device)
     num_blocks = 20
     batch, _ = make_batch(1000, device, num_blocks=num_blocks)
-    k, v, _ = make_planes(model, num_blocks, batch, device)
+    k, v = make_planes(model, num_blocks, batch, device)
     for plane in (*k, *v):
         plane.nan_to_num_(0.5)
     caches = prepare_caches(model.weights.geometry, k, v)
@@ -360,7 +401,7 @@ def test_replays_have_the_bits_of_a_launch(device):
             batch.positions.fill_(i % POSITIONS)
             place = 900 + i - 1
             block = batch.block_tables[0, 2, place // 64].long()
-            batch.slot_mapping.copy_((block * 64 + place % 64).view(1, 1))
+            batch.slot_mapping.copy_((block * 64 + place % 64).view(1, 1).expand(2, 1))
             y = run(y / y.std()).clone()
             results.append(y)
         for plane, old in zip((*k, *v), planes, strict=True):

@@ -15,6 +15,7 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     MOST_TOKENS,
     PHASES,
     RECORD,
+    TEAM_HEADS,
     TILE_KEYS,
     TYPES,
     WARP_LANES,
@@ -37,10 +38,6 @@ MIXED = PLAIN | {"v": ("Q6_K",), "down": ("Q6_K",)}
 # Those of benchmarks.model_shapes that do not fit, and why.
 REFUSED = {
     "smollm2-135m": "hidden_size is 576, not a multiple of 128",
-    **dict.fromkeys(
-        ("gemma3-270m", "gemma3-4b", "gemma3-12b", "gemma3-27b"),
-        "outputs of attention and MLP are normed",
-    ),
 }
 
 
@@ -100,6 +97,9 @@ def test_ctas_have_nearly_equal_shares(name):
     ]
     most = max(shares) * CTAS / sum(shares)
     limits = {
+        "gemma3-270m": 4,
+        "gemma3-1b": 1.8,
+        "gemma3-4b": 1.35,
         "qwen2.5-0.5b": 2.5,
         "qwen3-0.6b": 2.1,
         "qwen2.5-1.5b": 1.7,
@@ -125,10 +125,15 @@ def test_plans():
     [
         ({"hidden_size": 2600}, "hidden_size is 2600, not a multiple of 128"),
         ({"hidden_size": 8448}, "hidden_size: 8448; at most 8192 fit"),
-        ({"num_heads": 72}, "72 query heads share 8 key/value heads; at most 8 can share one"),
-        ({"num_heads": 36}, "36 query heads share 8 key/value heads; at most 8 can share one"),
+        ({"num_heads": 136}, "136 query heads share 8 key/value heads; at most 16 can share one"),
+        ({"num_heads": 36}, "36 query heads share 8 key/value heads; at most 16 can share one"),
+        (
+            {"num_heads": 154, "num_kv_heads": 14, "head_dim": 64, "rotary_dim": 64},
+            "groups of query heads: 154; at most 128 fit",
+        ),
         ({"num_heads": 68, "num_kv_heads": 34}, "columns of o: 8704; at most 8192 fit"),
-        ({"head_dim": 96}, "head_dim is 96; the kernel has heads of 64 and 128"),
+        ({"head_dim": 96}, "head_dim is 96; the kernel has heads of 64, 128 and 256"),
+        ({"activation": "relu"}, "the activation is relu; the kernel has silu and gelu_tanh"),
         ({"rotary_dim": 64}, "rotary_dim is 64; the kernel rotates all 128"),
         (
             {"num_heads": 7, "num_kv_heads": 1, "head_dim": 64, "rotary_dim": 64},
@@ -142,7 +147,6 @@ def test_plans():
         ({"intermediate_size": 49408}, "intermediate_size: 49408; at most 49152 fit"),
         ({"num_layers": 97}, "num_layers: 97; at most 96 fit"),
         ({"max_tokens": 262144}, "tokens of a context: 262144; at most 131072 fit"),
-        ({"unsupported": "some layers have a sliding window"}, "some layers have a sliding window"),
     ],
     ids=str,
 )
@@ -163,6 +167,36 @@ def test_tiles_of_the_longest_context_have_room(kv_heads):
     geometry = make_geometry(shape, (0,))
     assert geometry.splits * kv_heads <= CTAS
     assert geometry.most_tiles * geometry.splits * GROUPS * TILE_KEYS >= MOST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sharers", "splits"),
+    [
+        (8, 1, 1, 32),
+        (16, 1, 2, 32),
+        (32, 2, 2, 32),
+        (24, 2, 2, 32),
+        (128, 8, 2, 8),
+        (11, 1, 11, 11),
+    ],
+)
+def test_query_heads_are_shared_in_equal_groups(heads, kv_heads, sharers, splits):
+    shape = replace(QWEN3_8B, num_heads=heads, num_kv_heads=kv_heads, num_layers=1)
+    geometry = make_geometry(shape, (0,))
+    assert (geometry.sharers, geometry.splits) == (sharers, splits)
+    assert geometry.sharers * geometry.heads * kv_heads == heads
+    assert geometry.heads <= TEAM_HEADS
+
+
+@pytest.mark.parametrize("window", [1, 32, 33, 512, 1024, 4096])
+def test_tiles_of_a_window_have_room(window):
+    shape = replace(QWEN3_8B, window=window, sliding=(True,) * 36)
+    geometry = make_geometry(shape, (0,) * 36)
+    # A window's first key and its last one are in tiles that others share.
+    touched = max(
+        (first + window - 2) // TILE_KEYS - first // TILE_KEYS + 1 for first in range(TILE_KEYS)
+    )
+    assert geometry.sliding_tiles * geometry.splits * GROUPS >= touched
 
 
 def test_masks_name_the_types():

@@ -35,13 +35,17 @@ from tiercel.quant_types import Layout
 
 
 class StepLayer(Struct, frozen=True):
-    """The parts of a layer; its norms are float32 weights, those of q and k heads two or none."""
+    """The parts of a layer; its norms are float32 weights.
+
+    Those of q and k heads are two or none, and so are those of the outputs of attention and MLP.
+    """
 
     attn_norm: Tensor
     head_norms: tuple[Tensor, ...]
     attention: Attention
     mlp_norm: Tensor
     mlp: GatedMLP
+    update_norms: tuple[Tensor, ...] = ()
 
 
 class FusedDecodeStep:
@@ -50,13 +54,17 @@ class FusedDecodeStep:
     def __init__(self, weights: FusedDecodeStepWeights) -> None:
         self.weights = weights
         self.caches: FusedDecodeStepCaches | None = None  # set by bind_cache
-        self.group = 0
+        self.groups = (0, 0)  # of full layers and of sliding ones
 
-    def bind_cache(self, planes: Sequence[dict[str, Tensor]], group: int) -> None:
-        """Take the planes of all layers, in order, found through a group's tables."""
+    def bind_cache(self, planes: Sequence[dict[str, Tensor]], groups: Sequence[int]) -> None:
+        """Take the planes of all layers, in order, and the group whose tables find each layer's."""
         k, v = ([plane[name] for plane in planes] for name in ("k", "v"))
-        self.caches = prepare_caches(self.weights.geometry, k, v)
-        self.group = group
+        geometry = self.weights.geometry
+        self.caches = prepare_caches(geometry, k, v)
+        sliding = geometry.shape.sliding or (False,) * len(groups)
+        of_kind = dict(zip(sliding, groups, strict=True))
+        # A kind without layers has no tables: those of the other are read in its place.
+        self.groups = (of_kind.get(False, groups[0]), of_kind.get(True, groups[0]))
 
     def supports(self, batch: Batch) -> bool:
         """Whether a batch is one token without items to score."""
@@ -65,7 +73,7 @@ class FusedDecodeStep:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x: (1, hidden) float32. Returns the residual after the last layer, of the same shape."""
         assert self.caches is not None, "supports() is True"
-        return fused_decode_step(x, self.weights, self.caches, batch, self.group)
+        return fused_decode_step(x, self.weights, self.caches, batch, self.groups)
 
 
 def make_fused_decode_step(
@@ -96,7 +104,7 @@ def make_fused_decode_step(
     biases: list[Tensor] = []
     for index, (layer, cut) in enumerate(zip(layers, known, strict=True)):
         builder.add(index, {name: part.in_file_layout() for name, part in cut.items()})
-        norms += [layer.attn_norm, layer.mlp_norm]
+        norms += [layer.attn_norm, layer.mlp_norm, *layer.update_norms]
         head_norms += layer.head_norms
         if layer.attention.qkv.bias is not None:
             biases.append(layer.attention.qkv.bias.float())
@@ -106,11 +114,19 @@ def make_fused_decode_step(
             norms,
             head_norms,
             biases,
-            attention.rope_table,
+            _rope_tables(layers, shape),
             eps=eps,
             scale=attention.shape.scale,
         )
     )
+
+
+def _rope_tables(layers: Sequence[StepLayer], shape: DecoderShape) -> tuple[Tensor, Tensor]:
+    """Of full layers and of sliding ones."""
+    sliding = shape.sliding or (False,) * len(layers)
+    tables = {kind: layer.attention.rope_table for kind, layer in zip(sliding, layers, strict=True)}
+    any_table = layers[0].attention.rope_table
+    return tables.get(False, any_table), tables.get(True, any_table)
 
 
 class _Rows(Struct, frozen=True):

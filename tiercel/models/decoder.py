@@ -109,7 +109,7 @@ class Decoder:
         self.norm = builder.norm("norm")
         self.head = builder.head()
         # One kernel for a single token, where it fits.
-        step = builder.fused_step(self.layers, num_positions)
+        step = builder.fused_step(self.layers, self.last_update_norm, num_positions)
         self.fused_decode_step: FusedDecodeStep | None = None if isinstance(step, Refusal) else step
         # From attention to attention in one kernel for a few tokens, where it fits.
         chain = builder.fused_tail(self.layers)
@@ -150,13 +150,15 @@ class Decoder:
 
     def bind_cache(self, pools: Sequence[CachePool]) -> None:
         """Give each layer its planes; a pool's index is that of its block tables."""
+        found: dict[int, tuple[dict[str, Tensor], int]] = {}
         for group, pool in enumerate(pools):
             for index, planes in pool.layers.items():
                 self._cached_layers[index].attention.bind_cache(planes, group)
-        if self.fused_decode_step is not None:  # all layers are in one group: full attention
-            self.fused_decode_step.bind_cache(
-                [pools[0].layers[i] for i in range(len(self.layers))], 0
-            )
+                found[index] = planes, group
+        if self.fused_decode_step is not None:
+            own = [found[index] for index in range(len(self.layers))]
+            planes_of, groups = zip(*own, strict=True)
+            self.fused_decode_step.bind_cache(planes_of, groups)
         if self.native_layers is not None:
             self.native_layers.bind_cache()
         if self.draft_head is not None:

@@ -128,7 +128,10 @@ class DecoderBuilder:
         return Linear(weight, bias, group=group)
 
     def fused_step(
-        self, layers: Sequence[DecoderLayer], num_positions: int
+        self,
+        layers: Sequence[DecoderLayer],
+        last_update_norm: RMSNorm | None,
+        num_positions: int,
     ) -> FusedDecodeStep | Refusal:
         """All layers as one kernel, or why it does not fit them."""
         if self.group.size > 1:
@@ -140,8 +143,11 @@ class DecoderBuilder:
             return Refusal("there is no memory for a second copy of the weights")
         shape = decoder_shape(self.config, num_positions)
         parts = []
-        for layer in layers:
+        outputs = [layer.attn_norm.update_weight for layer in layers[1:]]
+        outputs.append(None if last_update_norm is None else last_update_norm.weight)
+        for layer, mlp_output in zip(layers, outputs, strict=True):
             norms = layer.attention.head_norms
+            update_norms = (layer.mlp_norm.update_weight, mlp_output)
             parts.append(
                 StepLayer(
                     layer.attn_norm.weight,
@@ -149,6 +155,7 @@ class DecoderBuilder:
                     layer.attention,
                     layer.mlp_norm.weight,
                     layer.mlp,
+                    tuple(weight for weight in update_norms if weight is not None),
                 )
             )
         return make_fused_decode_step(parts, shape, self.config.norm_eps, self.weights.device)

@@ -49,24 +49,22 @@ def decoder_shape(config: ModelConfig, max_tokens: int) -> DecoderShape:
         head_dim=config.head_dim,
         rotary_dim=config.rope.rotary_dim,
         max_tokens=max_tokens,
-        unsupported=unsupported_part(config, has_bias=True),
+        activation=config.activation,
+        has_update_norms=config.sandwich_norms,
+        window=config.sliding_window if "sliding" in config.layer_types else 0,
+        sliding=tuple(kind == "sliding" for kind in config.layer_types),
     )
 
 
-def unsupported_part(config: ModelConfig, *, has_bias: bool = False) -> str:
-    """A part of a decoder that a fused kernel lacks, as a sentence; empty if there is none.
-
-    Args:
-        config: of the model.
-        has_bias: whether the kernel adds biases of q, k and v.
-    """
+def unsupported_part(config: ModelConfig) -> str:
+    """A part of a decoder that the fused layer tail lacks, as a sentence; empty without."""
     if config.activation != "silu":
         return f"the activation is {config.activation}, not silu"
     if set(config.layer_types) != {"full"}:
         return "some layers have a sliding window"
     if config.sandwich_norms:
         return "outputs of attention and MLP are normed"
-    return "q, k and v have biases" if config.qkv_bias and not has_bias else ""
+    return "q, k and v have biases" if config.qkv_bias else ""
 
 
 def switched_off() -> dict[str, Refusal]:

@@ -93,10 +93,12 @@ class FusedDecodeStepWeights(Struct, frozen=True):
         stream: the matrices.
         starts: (CTAs, groups of warps) int64, where each group begins in the stream.
         shares: (CTAs, 1 + most) int32, the groups of 32 pairs of gate and up of each CTA.
-        norms: (2 * layers, hidden) float32, of attention and MLP in turn.
+        norms: (2 * layers, hidden) float32, of attention and MLP in turn; with norms of updates
+            4 a layer, those of attention's and of the MLP's last.
         head_norms: (layers, 2, head_dim) float32, of q and k; None without.
         bias: (layers, rows of q, k and v) float32; None without.
-        rope: (positions, 2, head_dim / 2) float32, cos and sin.
+        ropes: (positions, 2, head_dim / 2) float32, cos and sin, of full layers and of sliding
+            ones; the same twice where there are no two.
         exchange: int32, through which activations travel.
         eps: of all norms.
         scale: of the scores.
@@ -108,7 +110,7 @@ class FusedDecodeStepWeights(Struct, frozen=True):
     norms: Tensor
     head_norms: Tensor | None
     bias: Tensor | None
-    rope: Tensor
+    ropes: tuple[Tensor, Tensor]
     exchange: Tensor
     eps: float
     scale: float
@@ -167,7 +169,7 @@ class FusedDecodeStepBuilder:
         norms: Sequence[Tensor],
         head_norms: Sequence[Tensor],
         biases: Sequence[Tensor],
-        rope: Tensor,
+        ropes: tuple[Tensor, Tensor],
         *,
         eps: float,
         scale: float,
@@ -175,10 +177,10 @@ class FusedDecodeStepBuilder:
         """Weights with everything else that a step reads; on a GPU the kernel is loaded.
 
         Args:
-            norms: (hidden,) float32, of attention and MLP of each layer in turn.
+            norms: (hidden,) float32, in the order of `FusedDecodeStepWeights.norms`.
             head_norms: (head_dim,) float32, of q and k of each layer in turn; none without.
             biases: (rows of q, k and v,) float32, of each layer; none without.
-            rope: see `FusedDecodeStepWeights`.
+            ropes: see `FusedDecodeStepWeights`.
             eps: of all norms.
             scale: of the scores.
         """
@@ -191,7 +193,7 @@ class FusedDecodeStepBuilder:
             torch.stack(list(norms)),
             torch.stack(list(head_norms)).unflatten(0, (-1, 2)) if head_norms else None,
             torch.stack(list(biases)) if biases else None,
-            rope,
+            ropes,
             torch.empty(kernel.exchange_words(self.geometry), dtype=torch.int32, device=device),
             eps,
             scale,
@@ -233,7 +235,7 @@ def fused_decode_step(
     weights: FusedDecodeStepWeights,
     caches: FusedDecodeStepCaches,
     batch: Batch,
-    group: int = 0,
+    groups: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Pass one token through all layers; its keys and values go to the cache.
 
@@ -247,7 +249,7 @@ def fused_decode_step(
         weights: from `FusedDecodeStepBuilder`.
         caches: from `prepare_caches`.
         batch: one request with one token; lengths, blocks and slot are read on the device.
-        group: the cache group of all layers.
+        groups: the cache groups of full layers and of sliding ones.
 
     Returns:
         (1, hidden) float32, the residual before the last norm; NaN if a launch could not end.
@@ -262,7 +264,7 @@ def fused_decode_step(
             hint=f"Pass one token: (1, {hidden}) float32.",
         )
     if not x.is_cuda:
-        return _fused_decode_step_torch(x[0], weights, caches, batch, group)[None]
+        return _fused_decode_step_torch(x[0], weights, caches, batch, groups)[None]
     out = torch.empty_like(x)
     weights.exchange.fill_(kernel.EXCHANGE_EMPTY)
     args = kernel.make_args(
@@ -271,17 +273,17 @@ def fused_decode_step(
         weights.stream.data,
         weights.starts,
         weights.shares,
-        weights.geometry.masks,
+        weights.geometry,
         weights.norms,
         weights.head_norms,
         weights.bias,
-        weights.rope,
+        weights.ropes,
         weights.exchange,
         batch.positions,
         batch.seq_lens,
         batch.rows,
-        batch.block_tables[group],
-        batch.slot_mapping[group],
+        (batch.block_tables[groups[0]], batch.block_tables[groups[1]]),
+        (batch.slot_mapping[groups[0]], batch.slot_mapping[groups[1]]),
         eps=weights.eps,
         scale=weights.scale,
     )
@@ -312,22 +314,33 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * weight * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
 
+def _activated(gate: Tensor, activation: str) -> Tensor:
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh")
+    return torch.nn.functional.silu(gate)
+
+
+def _cached_slots(batch: Batch, group: int, window: int) -> Tensor:
+    """Slots of the earlier tokens that a layer sees."""
+    tables = batch.block_tables[group, batch.rows[0]]
+    length = int(batch.seq_lens[0])
+    tokens = torch.arange(max(0, length - window) if window else 0, length - 1)
+    slots: Tensor = tables[tokens // BLOCK_TOKENS].long() * BLOCK_TOKENS + tokens % BLOCK_TOKENS
+    return slots
+
+
 def _fused_decode_step_torch(
     x: Tensor,
     weights: FusedDecodeStepWeights,
     caches: FusedDecodeStepCaches,
     batch: Batch,
-    group: int,
+    groups: tuple[int, int],
 ) -> Tensor:
     """The kernel's arithmetic, matrix by matrix."""
-    tables = batch.block_tables[group, batch.rows[0]]
-    length, slot = int(batch.seq_lens[0]), int(batch.slot_mapping[group, 0])
-    tokens = torch.arange(length - 1)
-    slots = tables[tokens // BLOCK_TOKENS].long() * BLOCK_TOKENS
-    slots += tokens % BLOCK_TOKENS
-    cos, sin = weights.rope[int(batch.positions[0])]
     shape = weights.geometry.shape
-    for layer in range(shape.num_layers):
+    sliding = shape.sliding or (False,) * shape.num_layers
+    all_norms = weights.norms.unflatten(0, (shape.num_layers, -1))
+    for layer, norms in enumerate(all_norms):
 
         def times(name: str, y: Tensor, layer: int = layer) -> Tensor:
             data = weights.stream.read(layer, name)
@@ -335,31 +348,55 @@ def _fused_decode_step_torch(
             matrix = QuantTensor(qtype, Layout.FILE, (len(data), len(y)), {"data": data})
             return dequantize(matrix, torch.float32) @ _rounded(y)
 
-        def turned(heads: Tensor, i: int, layer: int = layer) -> Tensor:
-            if weights.head_norms is not None:
-                heads = _norm(heads, weights.head_norms[layer, i], weights.eps)
-            first, second = heads.chunk(2, dim=1)
-            return torch.cat((first * cos - second * sin, second * cos + first * sin), 1).half()
+        def updated(x: Tensor, update: Tensor, i: int, norms: Tensor = norms) -> Tensor:
+            has_norm = shape.has_update_norms
+            return x + (_norm(update, norms[2 + i], weights.eps) if has_norm else update)
 
-        h = _norm(x, weights.norms[2 * layer], weights.eps)
+        h = _norm(x, norms[0], weights.eps)
         rows = [times(name, h) for name in MATRICES[:3]]
         if weights.bias is not None:
             biases = weights.bias[layer].split([len(row) for row in rows])
             rows = [row + bias for row, bias in zip(rows, biases, strict=True)]
-        q, k, v = (row.unflatten(0, (-1, shape.head_dim)) for row in rows)
-        q, k, v = turned(q, 0), turned(k, 1), v.half()
-        keys, values = (
-            torch.cat((plane[layer].flatten(0, 1)[slots], new[None])).float()
-            for plane, new in ((caches.k, k), (caches.v, v))
-        )
-        if slot >= 0:
-            caches.k[layer].flatten(0, 1)[slot] = k
-            caches.v[layer].flatten(0, 1)[slot] = v
-        grouped = q.float().unflatten(0, (shape.num_kv_heads, -1))
-        scores = torch.einsum("ghd,tgd->ght", grouped, keys) * weights.scale
-        o = torch.einsum("ght,tgd->ghd", scores.softmax(dim=2), values)
-        x = x + times("o", o.flatten())
-        h = _norm(x, weights.norms[2 * layer + 1], weights.eps)
+        kind = int(sliding[layer])
+        window = shape.window if kind else 0
+        slots = _cached_slots(batch, groups[kind], window)
+        slot = int(batch.slot_mapping[groups[kind], 0])
+        turn = weights.ropes[kind][int(batch.positions[0])]
+        x = updated(x, times("o", _attend(rows, weights, caches, layer, turn, slots, slot)), 0)
+        h = _norm(x, norms[1], weights.eps)
         gate, up = times("gate_up", h).unflatten(0, (-1, 2)).unbind(1)
-        x = x + times("down", torch.nn.functional.silu(gate) * up)
+        x = updated(x, times("down", _activated(gate, shape.activation) * up), 1)
     return x
+
+
+def _attend(
+    rows: Sequence[Tensor],
+    weights: FusedDecodeStepWeights,
+    caches: FusedDecodeStepCaches,
+    layer: int,
+    turn: Tensor,
+    slots: Tensor,
+    slot: int,
+) -> Tensor:
+    """Attention's output for rows of q, k and v; the new key and value go to `slot`."""
+    shape = weights.geometry.shape
+    cos, sin = turn
+
+    def turned(heads: Tensor, i: int) -> Tensor:
+        if weights.head_norms is not None:
+            heads = _norm(heads, weights.head_norms[layer, i], weights.eps)
+        first, second = heads.chunk(2, dim=1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), 1).half()
+
+    q, k, v = (row.unflatten(0, (-1, shape.head_dim)) for row in rows)
+    q, k, v = turned(q, 0), turned(k, 1), v.half()
+    keys, values = (
+        torch.cat((plane[layer].flatten(0, 1)[slots], new[None])).float()
+        for plane, new in ((caches.k, k), (caches.v, v))
+    )
+    if slot >= 0:
+        caches.k[layer].flatten(0, 1)[slot] = k
+        caches.v[layer].flatten(0, 1)[slot] = v
+    grouped = q.float().unflatten(0, (shape.num_kv_heads, -1))
+    scores = torch.einsum("ghd,tgd->ght", grouped, keys) * weights.scale
+    return torch.einsum("ght,tgd->ghd", scores.softmax(dim=2), values).flatten()

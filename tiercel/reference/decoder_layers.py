@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tiercel.reference.fused_decode_step import norm, rotate, rounded
+from tiercel.reference.fused_decode_step import activated, norm, rotate, rounded
 
 
 def decoder_layers(
@@ -66,7 +66,7 @@ def decoder_layers(
         update = update + weight.get("o_bias", torch.zeros(1, dtype=torch.float64))
         x = _add(x, update, weight.get("mlp_update_norm"), eps)
         h = _norms(x, weight["mlp_norm"], eps)
-        update = product("down", _activated(product("gate", h), activation) * product("up", h))
+        update = product("down", activated(product("gate", h), activation) * product("up", h))
     update_norm = None if last_update_norm is None else last_update_norm.double()
     return _add(x, update, update_norm, eps)
 
@@ -98,9 +98,3 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float)
     scores = torch.einsum("thd,shd->hts", q, keys) * scale
     weights = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
     return torch.einsum("hts,shd->thd", weights, values).flatten(1)
-
-
-def _activated(x: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return x / (1 + (-x).exp())
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,6 +33,14 @@ def rotate(head: Tensor, turn: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin))
 
 
+def activated(gate: Tensor, activation: str) -> Tensor:
+    """Of the MLP: ``silu`` or ``gelu_tanh``."""
+    if activation == "silu":
+        return gate / (1 + (-gate).exp())
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + torch.tanh(inner))
+
+
 def fused_decode_step(
     x: Tensor,
     layers: Sequence[Mapping[str, Tensor]],
@@ -39,6 +48,7 @@ def fused_decode_step(
     eps: float,
     scale: float,
     *,
+    activation: str = "silu",
     rounds: bool = True,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """One token through all layers.
@@ -46,17 +56,19 @@ def fused_decode_step(
     Args:
         x: (hidden,).
         layers: of each its matrices (out, in) `q k v o gate up down`, norms `attn_norm mlp_norm`
-            and maybe `q_norm k_norm` and `q_bias k_bias v_bias`, and the `keys values` (tokens,
-            kv_heads, head_dim) before this token.
-        turn: (2, head_dim / 2), cos and sin of the token's position.
+            and maybe `q_norm k_norm`, `q_bias k_bias v_bias`, norms of updates `attn_update_norm
+            mlp_update_norm`, a `turn` of its own, and the `keys values` (tokens, kv_heads,
+            head_dim) before this token, of sliding layers those in the window.
+        turn: (2, head_dim / 2), cos and sin of the token's position, of layers without their own.
         eps: of all norms.
         scale: of the scores.
+        activation: of the MLP.
         rounds: whether inputs of matrices are rounded to 8 bits, and heads to float16.
 
     Returns:
         (hidden,) float64, and of each layer the new key and value, (kv_heads, head_dim).
     """
-    x, turn, new = x.double(), turn.double(), []
+    x, new = x.double(), []
     quantised = rounded if rounds else Tensor.clone
     for layer in layers:
         keys, values = layer["keys"].double(), layer["values"].double()
@@ -69,7 +81,8 @@ def fused_decode_step(
         if "q_norm" in layer:
             q = torch.stack([norm(head, layer["q_norm"].double(), eps) for head in q])
             k = torch.stack([norm(head, layer["k_norm"].double(), eps) for head in k])
-        q, k = (torch.stack([rotate(head, turn) for head in heads]) for heads in (q, k))
+        own_turn = layer.get("turn", turn).double()
+        q, k = (torch.stack([rotate(head, own_turn) for head in heads]) for heads in (q, k))
         new.append((k, v))
         if rounds:
             q, k, v = (heads.half().double() for heads in (q, k, v))
@@ -79,8 +92,15 @@ def fused_decode_step(
             kv_head = i // (q.shape[0] // kv_heads)
             weights = torch.softmax(scale * (keys[:, kv_head] @ head), dim=0)
             heads.append(weights @ values[:, kv_head])
-        x = x + layer["o"].double() @ quantised(torch.cat(heads))
+        x = x + _normed(layer, "attn", layer["o"].double() @ quantised(torch.cat(heads)), eps)
         h = quantised(norm(x, layer["mlp_norm"].double(), eps))
         gate, up = layer["gate"].double() @ h, layer["up"].double() @ h
-        x = x + layer["down"].double() @ quantised(gate / (1 + (-gate).exp()) * up)
+        update = layer["down"].double() @ quantised(activated(gate, activation) * up)
+        x = x + _normed(layer, "mlp", update, eps)
     return x, new
+
+
+def _normed(layer: Mapping[str, Tensor], part: str, update: Tensor, eps: float) -> Tensor:
+    """An update after its norm, if it has one."""
+    weight = layer.get(f"{part}_update_norm")
+    return update if weight is None else norm(update, weight.double(), eps)

@@ -41,7 +41,8 @@ def exchange_words(geometry: StepGeometry) -> int:
     shape = geometry.shape
     inputs = 2 * shape.hidden_size + shape.q_size + shape.intermediate_size
     partials = shape.q_size // RECORD * geometry.splits * 9
-    return 4 * (3 * inputs // RECORD + partials) + shape.q_size + 2 * shape.kv_size
+    words = 4 * (3 * inputs // RECORD + partials) + shape.q_size + 2 * shape.kv_size
+    return words + (2 * shape.hidden_size // RECORD if shape.has_update_norms else 0)
 
 
 def cuda_source(
@@ -55,6 +56,8 @@ def cuda_source(
         ("INNER", shape.intermediate_size),
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("HAS_BIAS", int(has_bias)),
+        ("HAS_UPDATE_NORMS", int(shape.has_update_norms)),
+        ("IS_GELU", int(shape.activation == "gelu_tanh")),
         ("TYPES", sum(1 << TYPES.index(name) for name in geometry.types)),
         ("IS_BF16", 0),
         ("CTAS", CTAS),
@@ -63,10 +66,13 @@ def cuda_source(
         ("HEAD", shape.head_dim),
         ("HEADS", geometry.heads),
         ("KV_HEADS", shape.num_kv_heads),
+        ("SHARERS", geometry.sharers),
         ("SPLITS", geometry.splits),
         ("TILE", TILE_KEYS),
         ("PAGE", BLOCK_TOKENS),
         ("MOST_TILES", geometry.most_tiles),
+        ("WINDOW", shape.window),
+        ("SLIDING_TILES", geometry.sliding_tiles),
         ("GATEUP_PARTS", geometry.most_pairs),
     ]
     for phase, plan in zip(PHASES, geometry.plans, strict=True):
@@ -87,10 +93,11 @@ def _structures(num_layers: int) -> tuple[type[ctypes.Structure], type[ctypes.St
     """Args and Caches of the source."""
     args = [
         *((name, ctypes.c_void_p) for name in ("stream", "starts", "shares", "norms")),
-        *((name, ctypes.c_void_p) for name in ("head_norms", "bias", "rope", "x_in", "x_out")),
-        ("exchange", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("position", "seq_len", "row", "block_tables")),
-        ("slot", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("head_norms", "bias", "rope", "rope_sliding")),
+        *((name, ctypes.c_void_p) for name in ("x_in", "x_out", "exchange")),
+        *((name, ctypes.c_void_p) for name in ("position", "seq_len", "row")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "tables_sliding")),
+        *((name, ctypes.c_void_p) for name in ("slot", "slot_sliding")),
         ("max_blocks", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("score_scale", ctypes.c_float),
@@ -133,17 +140,17 @@ def make_args(
     stream: Tensor,
     starts: Tensor,
     shares: Tensor,
-    masks: Sequence[int],
+    geometry: StepGeometry,
     norms: Tensor,
     head_norms: Tensor | None,
     bias: Tensor | None,
-    rope: Tensor,
+    ropes: tuple[Tensor, Tensor],
     exchange: Tensor,
     position: Tensor,
     seq_len: Tensor,
     row: Tensor,
-    block_tables: Tensor,
-    slot: Tensor,
+    block_tables: tuple[Tensor, Tensor],
+    slots: tuple[Tensor, Tensor],
     *,
     eps: float,
     scale: float,
@@ -156,31 +163,34 @@ def make_args(
         stream: (bytes,) uint8, see `fused_decode_step_stream`.
         starts: (CTAS, GROUPS) int64, where each group begins in it.
         shares: (CTAS, 1 + most pairs) int32, `shares_table`.
-        masks: of each layer, the types of its matrices, see `StepGeometry`.
-        norms: (2 * layers, hidden) float32, attention and MLP in turn.
+        geometry: of the decoder.
+        norms: (2 * layers, hidden) float32, attention and MLP in turn; with norms of updates 4 a
+            layer, those of both last.
         head_norms: (layers, 2, head_dim) float32, q and k; None for a model without.
         bias: (layers, rows of q, k and v) float32; None for a model without.
-        rope: (positions, 2, head_dim / 2) float32.
+        ropes: (positions, 2, head_dim / 2) float32, of full layers and of sliding ones.
         exchange: (`exchange_words`,) int32, filled with `EXCHANGE_EMPTY` on this stream.
         position: (1,) int32.
         seq_len: (1,) int32, with the new token, at most MOST_TOKENS.
         row: (1,) int32, of block_tables.
-        block_tables: (rows, blocks) int32.
-        slot: (1,) int64 of the new token; negative writes nothing.
+        block_tables: (rows, blocks) int32, of both.
+        slots: (1,) int64 of the new token, of both; negative writes nothing.
         eps: of all norms.
         scale: of the scores.
     """
-    num_layers = len(masks)
+    num_layers = len(geometry.masks)
+    sliding = geometry.shape.sliding or (False,) * num_layers
+    types = [mask | int(slides) << 18 for mask, slides in zip(geometry.masks, sliding, strict=True)]
+    assert block_tables[0].shape == block_tables[1].shape, "of one batch"
     return _structures(num_layers)[0](
         *(tensor.data_ptr() for tensor in (stream, starts, shares, norms)),
         *(0 if tensor is None else tensor.data_ptr() for tensor in (head_norms, bias)),
-        *(tensor.data_ptr() for tensor in (rope, x, out, exchange, position, seq_len, row)),
-        block_tables.data_ptr(),
-        slot.data_ptr(),
-        block_tables.shape[1],
+        *(tensor.data_ptr() for tensor in (*ropes, x, out, exchange, position, seq_len, row)),
+        *(tensor.data_ptr() for tensor in (*block_tables, *slots)),
+        block_tables[0].shape[1],
         eps,
         scale * LOG2_E,
-        (ctypes.c_uint32 * num_layers)(*masks),
+        (ctypes.c_uint32 * num_layers)(*types),
     )
 
 

@@ -33,14 +33,16 @@ BLOCK = 2 * LANE_COLUMNS  # weights of a block of a file, of the types with the 
 WARP_LANES = 32
 RECORD = 32  # activations with one scale
 TILE_KEYS, BLOCK_TOKENS = 32, 64
-HEAD_DIMS = (64, 128)
-MOST_HEADS = 8  # query heads of a key/value head: rows of a tensor core's product
-MOST_SPLITS = 32  # CTAs of a key/value head: lanes that merge
+HEAD_DIMS = (64, 128, 256)
+MOST_HEADS = 16  # query heads of a key/value head
+TEAM_HEADS = 8  # of them that a CTA attends for: rows of a tensor core's product
+MOST_SPLITS = 32  # CTAs of a team: lanes that merge
 SPLIT_TILES = 1024  # of a key/value head, for each group of warps: a context of 131,072 tokens
 MOST_TOKENS = TILE_KEYS * GROUPS * SPLIT_TILES  # of a context
 MOST_COLUMNS = 8192  # of the inputs of qkv, o, gate and up: shared memory
 MOST_PARTS = 12  # groups of 32 pairs of a CTA: barriers
 MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
+ACTIVATIONS = ("silu", "gelu_tanh")
 MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask
 PHASES = ("qkv", "o", "gate_up", "down")
 # By their numbers in a mask, of 3 bits: bits i, i + 6 and i + 12 are those of matrix i.
@@ -62,7 +64,10 @@ class DecoderShape:
         head_dim: elements of a head.
         rotary_dim: elements of a head that rotate.
         max_tokens: of a context.
-        unsupported: a part that the kernel lacks, such as a window; empty if there is none.
+        activation: of the MLP, ``silu`` or ``gelu_tanh``.
+        has_update_norms: whether outputs of attention and MLP pass norms before they are added.
+        window: tokens that sliding layers see; 0 without such layers.
+        sliding: of each layer, whether it slides; empty if none does.
     """
 
     num_layers: int
@@ -73,7 +78,10 @@ class DecoderShape:
     head_dim: int
     rotary_dim: int
     max_tokens: int
-    unsupported: str = ""
+    activation: str = "silu"
+    has_update_norms: bool = False
+    window: int = 0
+    sliding: tuple[bool, ...] = ()
 
     @property
     def q_size(self) -> int:
@@ -136,13 +144,15 @@ class StepGeometry(Struct, frozen=True):
         masks: of each layer; bits i, i + 6 and i + 12 are the number in `TYPES` of the type of
             matrix i of `MATRICES`.
         plans: of each of `PHASES`.
-        splits: CTAs of a key/value head in attention.
+        sharers: groups of query heads (teams) of a key/value head.
+        splits: CTAs of such a group in attention.
         pairs: of each CTA, its groups of 32 pairs of gate and up.
     """
 
     shape: DecoderShape
     masks: tuple[int, ...]
     plans: tuple[RowPlan, RowPlan, RowPlan, RowPlan]
+    sharers: int
     splits: int
     pairs: tuple[tuple[int, ...], ...]
 
@@ -159,13 +169,21 @@ class StepGeometry(Struct, frozen=True):
 
     @property
     def heads(self) -> int:
-        """Query heads of a key/value head."""
-        return self.shape.num_heads // self.shape.num_kv_heads
+        """Query heads of a group of them."""
+        return self.shape.num_heads // (self.shape.num_kv_heads * self.sharers)
 
     @property
     def most_tiles(self) -> int:
         """Tiles of keys of a group of warps."""
         return math.ceil(SPLIT_TILES / self.splits)
+
+    @property
+    def sliding_tiles(self) -> int:
+        """The same of sliding layers."""
+        window = self.shape.window
+        return (
+            math.ceil((math.ceil(window / TILE_KEYS) + 1) / (self.splits * GROUPS)) if window else 0
+        )
 
     @property
     def most_pairs(self) -> int:
@@ -199,8 +217,6 @@ class StepGeometry(Struct, frozen=True):
 
 def refuse_shape(shape: DecoderShape) -> Refusal | None:
     """Why a decoder's sizes do not fit the kernel; None if they do. Pure."""
-    if shape.unsupported:
-        return Refusal(shape.unsupported)
     rules = (_refuse_multiples, _refuse_heads, _refuse_limits)
     return next((found for rule in rules if (found := rule(shape)) is not None), None)
 
@@ -218,7 +234,7 @@ def _refuse_multiples(shape: DecoderShape) -> Refusal | None:
 
 def _refuse_heads(shape: DecoderShape) -> Refusal | None:
     if shape.head_dim not in HEAD_DIMS:
-        return Refusal(f"head_dim is {shape.head_dim}; the kernel has heads of 64 and 128")
+        return Refusal(f"head_dim is {shape.head_dim}; the kernel has heads of 64, 128 and 256")
     if shape.rotary_dim != shape.head_dim:
         return Refusal(f"rotary_dim is {shape.rotary_dim}; the kernel rotates all {shape.head_dim}")
     if shape.num_heads % shape.num_kv_heads or shape.num_heads > MOST_HEADS * shape.num_kv_heads:
@@ -226,12 +242,14 @@ def _refuse_heads(shape: DecoderShape) -> Refusal | None:
             f"{shape.num_heads} query heads share {shape.num_kv_heads} key/value heads; "
             f"at most {MOST_HEADS} can share one"
         )
+    if shape.activation not in ACTIVATIONS:
+        return Refusal(f"the activation is {shape.activation}; the kernel has silu and gelu_tanh")
     return None
 
 
 def _refuse_limits(shape: DecoderShape) -> Refusal | None:
     limits = (
-        ("num_kv_heads", shape.num_kv_heads, CTAS),
+        ("groups of query heads", shape.num_kv_heads * _count_teams(shape), CTAS),
         ("hidden_size", shape.hidden_size, MOST_COLUMNS),
         ("columns of o", shape.q_size, MOST_COLUMNS),
         ("intermediate_size", shape.intermediate_size, MOST_PARTS * RECORD * CTAS),
@@ -361,5 +379,12 @@ def make_geometry(shape: DecoderShape, masks: Sequence[int]) -> StepGeometry:
         select_plan(shape.hidden_size, 2 * RECORD),
         select_plan(shape.intermediate_size, RECORD, may_wait=True),
     )
-    splits = min(MOST_SPLITS, CTAS // shape.num_kv_heads)
-    return StepGeometry(shape, tuple(masks), plans, splits, _deal_pairs(shape))
+    sharers = _count_teams(shape)
+    splits = min(MOST_SPLITS, CTAS // (shape.num_kv_heads * sharers))
+    return StepGeometry(shape, tuple(masks), plans, sharers, splits, _deal_pairs(shape))
+
+
+def _count_teams(shape: DecoderShape) -> int:
+    """Groups of at most `TEAM_HEADS` query heads, of equal size, of a key/value head."""
+    heads = shape.num_heads // shape.num_kv_heads
+    return next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= TEAM_HEADS)

@@ -5,8 +5,9 @@
 // Split: 128 CTAs x 16 consumer warps. The same rows of q, k and v for each CTA; groups of 32 outputs
 // of o and down, and of 32 pairs of (gate, up), as Geometry deals them: what one CTA gives to the next
 // matrix is whole activation groups of 32. Which warp takes what: fused_decode_step_plan.cuh.
-// Attention: CTA c attends for key/value head c / SPLITS and its query heads, over every SPLITS-th
-// tile of 32 keys; CTA c merges outputs 32 c and on, and each 4096 further.
+// Attention: CTA c attends for group c / SPLITS of query heads, over every SPLITS-th tile of 32 keys
+// (more than 8 query heads of a key/value head are several groups, which read its keys each for
+// itself); CTA c merges outputs 32 c and on, and each 4096 further.
 //
 // Stream: a group is 4 warps with a ring of their own, filled by a producer thread in the order of
 // use: weights of a slot (a unit for each of the 4 warps) are end to end in memory for the whole
@@ -20,10 +21,12 @@
 // Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become
 // NaN. So a step ends even if CTAs do not run side by side.
 //
-// Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, TYPES (a bit each that a matrix has), CTAS, GROUPS of GROUP_WARPS warps,
-// HEAD (its width), KV_HEADS, HEADS (query heads of a key/value head), SPLITS (CTAs of a key/value
-// head), TILE (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a cache block),
-// MOST_TILES (of a group), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of
+// Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, HAS_UPDATE_NORMS, IS_GELU (else SiLU),
+// TYPES (a bit each that a matrix has), CTAS, GROUPS of GROUP_WARPS warps,
+// HEAD (its width), KV_HEADS, SHARERS (groups of query heads of a key/value head), HEADS (query heads
+// of such a group), SPLITS (its CTAs), TILE (keys of a tile, 8 for each warp of a group), PAGE (tokens
+// of a cache block), MOST_TILES (of a group), WINDOW (tokens that sliding layers see; 0 without such
+// layers), SLIDING_TILES (MOST_TILES of those), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of
 // fused_decode_step_plan.cuh.
 #include "fused/fused_decode_step_attention.cuh"
 #include "fused/fused_decode_step_exchange.cuh"
@@ -42,26 +45,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u32 now = clock_high();
     *computing = 0;
     store_shared(smem + Layout::LOST, 0), store_shared(smem + Layout::START, now);
-    const u64 slot = *g.slot;
-    store_shared(smem + Layout::NEW_SLOT, (u32)slot);
-    store_shared(smem + Layout::NEW_SLOT + 4, (u32)(slot >> 32));
+#pragma unroll
+    for (int i = 0; i < (WINDOW ? 2 : 1); ++i) {
+      const u64 slot = i ? *g.slot_sliding : *g.slot;
+      store_shared(smem + Layout::NEW_SLOT + 8 * i, (u32)slot);
+      store_shared(smem + Layout::NEW_SLOT + 8 * i + 4, (u32)(slot >> 32));
+    }
     store_shared(smem + Layout::NUM_KEYS, *g.seq_len - 1);
   }
   if (tid < HEAD) {
-    const float turn = g.rope[(long long)*g.position * HEAD + tid];
-    store_shared(smem + Layout::ROPE + 4 * tid, __float_as_uint(turn));
+    const long long at = (long long)*g.position * HEAD + tid;
+    store_shared(smem + Layout::ROPE + 4 * tid, __float_as_uint(g.rope[at]));
+    if (WINDOW) store_shared(smem + Layout::ROPE + 4 * (HEAD + tid), __float_as_uint(g.rope_sliding[at]));
   }
   if (tid <= GATEUP_PARTS)
     store_shared(smem + Layout::SHARES + 4 * tid, g.shares[(1 + GATEUP_PARTS) * cta + tid]);
   if (tid < 64) load_head_norms(g, smem, 0, tid);
   __syncthreads();
   if (warp >= WARPS) {
-    const Ends ends = make_ends(smem);
-    int* blocks = reinterpret_cast<int*>(memory + Layout::BLOCKS) + group * MOST_TILES;
-    const int* table = g.block_tables + (long long)*g.row * g.max_blocks;
-    const int tiles = ends.attends() ? tiles_of(ends.num_keys, ends.split, group) : 0;
-    for (int it = lane; it < tiles; it += 32)
-      blocks[it] = table[(ends.split + SPLITS * (group + GROUPS * it)) * TILE / PAGE];
+#pragma unroll
+    for (int i = 0; i < (WINDOW ? 2 : 1); ++i) {
+      const Ends ends = make_ends(smem, i);
+      int* blocks = blocks_of(memory, group, i);
+      const int* table = (i ? g.tables_sliding : g.block_tables) + (long long)*g.row * g.max_blocks;
+      const int tiles = ends.attends() ? tiles_of(ends, group) : 0;
+      for (int it = lane; it < tiles; it += 32) blocks[it] = table[tile_of(ends, group, it) * TILE / PAGE];
+    }
     if (lane < RING) {
       mbar_init(ring.full + 8 * lane, 1), mbar_init(ring.empty + 8 * lane, GROUP_WARPS);
       mbar_fence();
@@ -69,11 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   if (warp >= WARPS) {
-    const int* blocks = reinterpret_cast<int*>(memory + Layout::BLOCKS) + group * MOST_TILES;
     drop_registers();
-    const Ends ends = make_ends(smem);
     const int gateup_parts = load_shared_word(smem + Layout::SHARES);
-    if (lane == 0) produce(g, caches, ring, group, ends, gateup_parts, blocks, computing);
+    if (lane == 0) produce(g, caches, memory, smem, ring, group, gateup_parts, computing);
     return;
   }
   take_registers();
@@ -94,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int layer = phase >> 2, kind = phase & 3;
     const int own = lane_id();
     float norm = 0;  // weight of the norm that follows, fetched long before it is needed
-    if (warp % GROUP_WARPS == 0 && (kind == O_PROJ || (kind == DOWN && layer < LAYERS - 1))) {
+    if (!HAS_UPDATE_NORMS && warp % GROUP_WARPS == 0 &&
+        (kind == O_PROJ || (kind == DOWN && layer < LAYERS - 1))) {
       const u32 at = 32 * (blockIdx.x + CTAS * (warp / GROUP_WARPS)) + own;
       if (at < HIDDEN)
         norm = __ldg(g.norms + (2 * layer + (kind == O_PROJ ? 1 : 2)) * HIDDEN + at);

@@ -5,76 +5,106 @@
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"
 
-// HEAD / 2 threads bring the norms of q and k to shared memory.
+// 64 threads bring the norms of q and k to shared memory.
 DEV void load_head_norms(const Args& g, u32 smem, int layer, int i) {
 #if HAS_QK_NORM
-  if (i >= HEAD / 2) return;
-  const float4 w = reinterpret_cast<const float4*>(g.head_norms)[HEAD / 2 * layer + i];
-  const u32 to = smem + Layout::HEAD_NORMS + 16 * i;
-  store_shared(to, __float_as_uint(w.x)), store_shared(to + 4, __float_as_uint(w.y));
-  store_shared(to + 8, __float_as_uint(w.z)), store_shared(to + 12, __float_as_uint(w.w));
+#pragma unroll
+  for (int at = i; at - i < HEAD / 2; at += 64) {
+    if (at >= HEAD / 2) return;
+    const float4 w = reinterpret_cast<const float4*>(g.head_norms)[HEAD / 2 * layer + at];
+    const u32 to = smem + Layout::HEAD_NORMS + 16 * at;
+    store_shared(to, __float_as_uint(w.x)), store_shared(to + 4, __float_as_uint(w.y));
+    store_shared(to + 8, __float_as_uint(w.z)), store_shared(to + 12, __float_as_uint(w.w));
+  }
 #endif
 }
-// Rows of q, k, v of this CTA's head arrive as words: warps 0 .. HEADS - 1 take a query head each,
-// the next two the new key and the new value; lane l has elements 4 l .. 4 l + 3 (of heads of 64 two
-// lanes have the same). They norm and rotate, leave fp16 in shared memory, and one CTA writes the
-// new key and value to the cache.
+// Rows of q, k, v of this CTA's heads arrive as words: warps 0 .. HEADS - 1 take a query head each,
+// the next two the new key and the new value; lane l has elements 4 l .. 4 l + 3 of each 128 (of heads
+// of 64 two lanes have the same). They norm and rotate, leave fp16 in shared memory, and one CTA
+// writes the new key and value to the cache.
 DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer, int warp, int lane,
                        const Ends& ends) {
-  constexpr int LANES = HEAD / 4;
+  constexpr int VECTORS = HEAD > 128 ? HEAD / 128 : 1, LANES = HEAD / (4 * VECTORS);
   const int part = lane & (LANES - 1);
   u16* plane = nullptr;
-  if (warp >= HEADS && ends.split == 0) {
-    const long long slot = (long long)load_shared_long(smem + Layout::NEW_SLOT);
+  if (warp >= HEADS && ends.split == 0 && ends.head % SHARERS == 0) {
+    const u32 at = smem + Layout::NEW_SLOT + (ends.slides ? 8 : 0);
+    const long long slot = (long long)load_shared_long(at);
     // 64-bit: slots * 1024 elements pass 2^31.
     if (slot >= 0)
-      plane = caches.planes[layer][warp - HEADS] + (slot * KV_HEADS + ends.head) * HEAD + 4 * part;
+      plane = caches.planes[layer][warp - HEADS] + (slot * KV_HEADS + ends.kv_head()) * HEAD + 4 * part;
   }
   const int row = warp < HEADS ? (ends.head * HEADS + warp) * HEAD
-                               : Q_ROWS + (warp - HEADS) * KV_ROWS + ends.head * HEAD;
+                               : Q_ROWS + (warp - HEADS) * KV_ROWS + ends.kv_head() * HEAD;
   const uint4* rows = g.exchange + ROWS_AT + row / 4 + part;
-  uint4 raw = load_relaxed(rows);
+  uint4 raw[VECTORS];
+#pragma unroll
+  for (int k = 0; k < VECTORS; ++k) raw[k] = load_relaxed(rows + 32 * k);
 #if HAS_BIAS
   const float4* biases = reinterpret_cast<const float4*>(g.bias);
-  const float4 bias = biases[((Q_ROWS + 2 * KV_ROWS) * layer + row) / 4 + part];
+  biases += ((Q_ROWS + 2 * KV_ROWS) * layer + row) / 4 + part;
 #endif
   // The CTA had all inputs of these rows.
   const float rms = make_rms(input_of(smem, QKV, 0).squares, g.eps, lane);
   const u32 tag = layer & 3;
-  auto is_missing = [&]() {
-    return ((raw.x ^ tag) | (raw.y ^ tag) | (raw.z ^ tag) | (raw.w ^ tag)) & 3;
-  };
-  while (is_missing() && !is_lost(smem)) raw = load_relaxed(rows);
-  float v[4] = {rms * __uint_as_float(raw.x & ~3u), rms * __uint_as_float(raw.y & ~3u),
-                rms * __uint_as_float(raw.z & ~3u), rms * __uint_as_float(raw.w & ~3u)};
+  float v[VECTORS][4];
+#pragma unroll
+  for (int k = 0; k < VECTORS; ++k) {
+    uint4& own = raw[k];
 #if HAS_BIAS
-  v[0] += bias.x, v[1] += bias.y, v[2] += bias.z, v[3] += bias.w;
+    const float4 bias = biases[32 * k];
 #endif
+    auto is_missing = [&]() {
+      return ((own.x ^ tag) | (own.y ^ tag) | (own.z ^ tag) | (own.w ^ tag)) & 3;
+    };
+    while (is_missing() && !is_lost(smem)) own = load_relaxed(rows + 32 * k);
+    v[k][0] = rms * __uint_as_float(own.x & ~3u), v[k][1] = rms * __uint_as_float(own.y & ~3u);
+    v[k][2] = rms * __uint_as_float(own.z & ~3u), v[k][3] = rms * __uint_as_float(own.w & ~3u);
+#if HAS_BIAS
+    v[k][0] += bias.x, v[k][1] += bias.y, v[k][2] += bias.z, v[k][3] += bias.w;
+#endif
+  }
   if (warp <= HEADS) {
 #if HAS_QK_NORM
-    float t = v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3];
+    float t = 0;
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k)
+      t += v[k][0] * v[k][0] + v[k][1] * v[k][1] + v[k][2] * v[k][2] + v[k][3] * v[k][3];
     for (int o = LANES / 2; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
     const float r = rsqrtf(t * (1.f / HEAD) + g.eps);
-    const uint4 w = load_shared(smem + Layout::HEAD_NORMS + (warp == HEADS) * 4 * HEAD + 16 * part);
-    v[0] *= r * __uint_as_float(w.x), v[1] *= r * __uint_as_float(w.y);
-    v[2] *= r * __uint_as_float(w.z), v[3] *= r * __uint_as_float(w.w);
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+      const uint4 w = load_shared(smem + Layout::HEAD_NORMS + (warp == HEADS) * 4 * HEAD +
+                                  16 * part + 512 * k);
+      v[k][0] *= r * __uint_as_float(w.x), v[k][1] *= r * __uint_as_float(w.y);
+      v[k][2] *= r * __uint_as_float(w.z), v[k][3] *= r * __uint_as_float(w.w);
+    }
 #endif
-    const u32 turns = smem + Layout::ROPE + 16 * (part & (LANES / 2 - 1));
+    const u32 table = smem + Layout::ROPE + (ends.slides ? 4 * HEAD : 0);
+    const u32 turns = table + 16 * (VECTORS > 1 ? part : part & (LANES / 2 - 1));
     const uint4 c = load_shared(turns), s = load_shared(turns + 2 * HEAD);
     const u32 cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // pairs (i, i + HEAD / 2)
-      const float other = __shfl_xor_sync(~0u, v[i], LANES / 2);
-      const float turned = other * __uint_as_float(sine[i]);
-      v[i] = v[i] * __uint_as_float(cosine[i]) + (part < LANES / 2 ? -turned : turned);
+      const float cos = __uint_as_float(cosine[i]), sin = __uint_as_float(sine[i]);
+      if (VECTORS > 1) {
+        const float first = v[0][i], second = v[VECTORS - 1][i];
+        v[0][i] = first * cos - second * sin, v[VECTORS - 1][i] = second * cos + first * sin;
+      } else {
+        const float turned = __shfl_xor_sync(~0u, v[0][i], LANES / 2) * sin;
+        v[0][i] = v[0][i] * cos + (part < LANES / 2 ? -turned : turned);
+      }
     }
   }
-  const u32 lo = pack(v[0], v[1]), hi = pack(v[2], v[3]);
   const u32 to = smem + 8 * part + (warp < HEADS    ? Layout::QUERY + warp * Sizes::QUERY_PITCH
                                     : warp == HEADS ? Layout::NEW_K
                                                     : Layout::NEW_V);
-  store_shared(to, lo), store_shared(to + 4, hi);
-  if (plane) *reinterpret_cast<uint2*>(plane) = make_uint2(lo, hi);
+#pragma unroll
+  for (int k = 0; k < VECTORS; ++k) {
+    const u32 lo = pack(v[k][0], v[k][1]), hi = pack(v[k][2], v[k][3]);
+    store_shared(to + 256 * k, lo), store_shared(to + 256 * k + 4, hi);
+    if (plane) *reinterpret_cast<uint2*>(plane + 128 * k) = make_uint2(lo, hi);
+  }
 }
 
 // Outputs of a warp's tiles: column 2 (l % 4) and the next of lane l are heads, rows dimensions.
@@ -86,16 +116,18 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
                    const Ends& ends) {
   const int row = lane >> 2, column = 2 * (lane & 3), chunk = lane >> 3;
   const int own = HEADS > 4 ? lane & 7 : lane & 3, head = own < HEADS ? own : HEADS - 1;
-  u32 q[HEAD / 32][4];
+  // Of heads of 256 the outputs leave no registers for queries.
+  constexpr bool KEEPS_Q = HEAD <= 128;
+  const u32 query = smem + Layout::QUERY + head * Sizes::QUERY_PITCH + chunk * 16;
+  u32 q[KEEPS_Q ? HEAD / 32 : 1][4];
 #pragma unroll
-  for (int j = 0; j < HEAD / 32; ++j)
-    load_matrices<false>(q[j], smem + Layout::QUERY + head * Sizes::QUERY_PITCH + (4 * j + chunk) * 16);
+  for (int j = 0; KEEPS_Q && j < HEAD / 32; ++j) load_matrices<false>(q[j], query + 64 * j);
   Outputs outputs;
   auto& o = outputs.o;
 #pragma unroll
   for (int i = 0; i < HEAD / 16; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
   float most = START_MAX, sum = 0;
-  const int tiles = tiles_of(ends.num_keys, ends.split, group);
+  const int tiles = tiles_of(ends, group);
   // The new token is a tile of one key, of one warp.
 #pragma unroll 1
   for (int it = warp == 0 && ends.split == 0 ? -1 : 0; it < tiles; ++it) {
@@ -103,27 +135,33 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
     // A slot is boxes of 64 dimensions, [key][128 bytes], 16-byte chunks swizzled by TMA.
     const u32 box = is_new ? 128 : TILE * 128, swizzle = is_new ? 0 : lane & 7;
     const u32 offset = is_new ? 0 : (8 * (warp % GROUP_WARPS) + (lane & 7)) * 128;
-    const int first =
-        ((ends.split + SPLITS * (group + GROUPS * it)) * TILE) + 8 * (warp % GROUP_WARPS);
+    const int first = tile_of(ends, group, it) * TILE + 8 * (warp % GROUP_WARPS);
     const int valid = is_new ? 1 : ends.num_keys - first;
+    const int lowest = WINDOW && !is_new ? ends.first_key - first : 0;
+    auto sees = [&](int key) { return key < valid && (!WINDOW || key >= lowest); };
     auto matrix = [&](u32 base, int j) {
       return base + offset + (j >> 1) * box + (((4 * (j & 1) + chunk) ^ swizzle) << 4);
     };
-    const int k_slot = is_new ? 0 : taker.take();
-    const u32 k_at = is_new ? smem + Layout::NEW_K : taker.ring.data + k_slot * SLOT;
     float s[2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[0][i] = s[1][i] = 0;
 #pragma unroll
-    for (int j = 0; j < HEAD / 32; ++j) {
-      u32 k[4];
-      load_matrices<false>(k, matrix(k_at, j));
-      mma_k16(s[0], q[j][0], q[j][1], k[0], k[1]);
-      mma_k16(s[1], q[j][2], q[j][3], k[2], k[3]);
+    for (int part = 0; part < TILE_SLOTS; ++part) {
+      const int k_slot = is_new ? 0 : taker.take();
+      const u32 k_at = is_new ? smem + Layout::NEW_K + 256 * part : taker.ring.data + k_slot * SLOT;
+#pragma unroll
+      for (int j = 0; j < HEAD / 32 / TILE_SLOTS; ++j) {
+        u32 k[4];
+        u32(&own)[4] = q[KEEPS_Q ? j : 0];
+        if (!KEEPS_Q) load_matrices<false>(own, query + 64 * (HEAD / 32 / TILE_SLOTS * part + j));
+        load_matrices<false>(k, matrix(k_at, j));
+        mma_k16(s[0], own[0], own[1], k[0], k[1]);
+        mma_k16(s[1], own[2], own[3], k[2], k[3]);
+      }
+      if (!is_new) taker.give_back(k_slot, lane);
     }
-    if (!is_new) taker.give_back(k_slot, lane);
-    const float s0 = column < valid ? (s[0][0] + s[1][0]) * g.score_scale : START_MAX;
-    const float s1 = column + 1 < valid ? (s[0][1] + s[1][1]) * g.score_scale : START_MAX;
+    const float s0 = sees(column) ? (s[0][0] + s[1][0]) * g.score_scale : START_MAX;
+    const float s1 = sees(column + 1) ? (s[0][1] + s[1][1]) * g.score_scale : START_MAX;
     float high = fmaxf(s0, s1);
     high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
     high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
@@ -137,22 +175,26 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
 #pragma unroll
       for (int i = 0; i < HEAD / 16; ++i) o[i][0] *= f0, o[i][1] *= f1, o[i][2] *= f0, o[i][3] *= f1;
     }
-    const float p0 = column < valid ? ex2(s0 - most) : 0;
-    const float p1 = column + 1 < valid ? ex2(s1 - most) : 0;
+    const float p0 = sees(column) ? ex2(s0 - most) : 0;
+    const float p1 = sees(column + 1) ? ex2(s1 - most) : 0;
     sum += p0 + p1;
     const u32 p = pack(p0, p1);
-    // Memory after the last key holds anything: 0 * NaN would be NaN.
-    const u32 keep = (column < valid ? 0xffffu : 0u) | (column + 1 < valid ? 0xffff0000u : 0u);
-    const int v_slot = is_new ? 0 : taker.take();
-    const u32 v_at = is_new ? smem + Layout::NEW_V : taker.ring.data + v_slot * SLOT;
+    // Memory beside the keys that count holds anything: 0 * NaN would be NaN.
+    const u32 keep = (sees(column) ? 0xffffu : 0u) | (sees(column + 1) ? 0xffff0000u : 0u);
 #pragma unroll
-    for (int j = 0; j < HEAD / 32; ++j) {
-      u32 v[4];
-      load_matrices<true>(v, matrix(v_at, j));
-      mma_k8(o[2 * j], v[0] & keep, v[1] & keep, p);
-      mma_k8(o[2 * j + 1], v[2] & keep, v[3] & keep, p);
+    for (int part = 0; part < TILE_SLOTS; ++part) {
+      const int v_slot = is_new ? 0 : taker.take();
+      const u32 v_at = is_new ? smem + Layout::NEW_V + 256 * part : taker.ring.data + v_slot * SLOT;
+#pragma unroll
+      for (int j = 0; j < HEAD / 32 / TILE_SLOTS; ++j) {
+        const int at = 2 * (HEAD / 32 / TILE_SLOTS * part + j);
+        u32 v[4];
+        load_matrices<true>(v, matrix(v_at, j));
+        mma_k8(o[at], v[0] & keep, v[1] & keep, p);
+        mma_k8(o[at + 1], v[2] & keep, v[3] & keep, p);
+      }
+      if (!is_new) taker.give_back(v_slot, lane);
     }
-    if (!is_new) taker.give_back(v_slot, lane);
   }
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
@@ -162,7 +204,7 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
   }
   return outputs;
 }
-// Leaves outputs (head, dimension) of up to 4 heads, from `first` on, in shared memory.
+// Leaves outputs (head, dimension) of HEADS_AT_ONCE heads, from `first` on, in shared memory.
 DEV void store_outputs(const Outputs& outputs, u32 smem, int warp, int lane, int first) {
   constexpr int HEADS_AT_ONCE = Sizes::HEADS_AT_ONCE, PITCH = Sizes::OUTPUTS_PITCH;
   const int row = lane >> 2, column = 2 * (lane & 3);
@@ -172,7 +214,8 @@ DEV void store_outputs(const Outputs& outputs, u32 smem, int warp, int lane, int
     // Columns 4 to 7 repeat 0 to 3: their lanes store the upper 8 dimensions of each 16.
     const bool upper = lane & 2;
     const int head = column & 2;
-    const u32 at = mine + (upper ? 32 : 0) + head * PITCH;
+    if (head < first || head >= first + HEADS_AT_ONCE) return;
+    const u32 at = mine + (upper ? 32 : 0) + (head - first) * PITCH;
 #pragma unroll
     for (int i = 0; i < HEAD / 16; ++i) {
       if (head < HEADS)
@@ -182,7 +225,7 @@ DEV void store_outputs(const Outputs& outputs, u32 smem, int warp, int lane, int
     }
     return;
   }
-  if (column < first || column >= first + 4) return;
+  if (column < first || column >= first + HEADS_AT_ONCE) return;
   const u32 at = mine + (column - first) * PITCH;
 #pragma unroll
   for (int i = 0; i < HEAD / 16; ++i) {
@@ -285,16 +328,16 @@ DEV float merge_partials(const Args& g, u32 smem, int layer, int record, int lan
 
 DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int warp, int lane,
                    Taker& taker) {
-  const Ends ends = make_ends(smem);
+  const Ends ends = make_ends(smem, slides(g, layer));
   if (ends.attends()) {
     if (warp <= HEADS + 1) receive_heads(g, caches, smem, layer, warp, lane, ends);
     bar_sync(2, CONSUMERS);
     if (warp == 0 && lane == 0) store_shared(smem + Layout::COMPUTING, phase_of(layer, QKV) + 1);
     const Outputs outputs = attend(g, smem, taker, warp / GROUP_WARPS, warp, lane, ends);
     int busy = 1;  // groups; those without a tile have added nothing
-    while (busy < GROUPS && tiles_of(ends.num_keys, ends.split, busy)) ++busy;
+    while (busy < GROUPS && tiles_of(ends, busy)) ++busy;
 #pragma unroll
-    for (int first = 0; first < HEADS; first += 4) {
+    for (int first = 0; first < HEADS; first += Sizes::HEADS_AT_ONCE) {
       if (first) bar_sync(2, CONSUMERS);  // all have read the outputs of the heads before
       store_outputs(outputs, smem, warp, lane, first);
       bar_sync(3, CONSUMERS);

@@ -10,6 +10,7 @@
 #define SLOT (GROUP_WARPS * 32 * 72)  // bytes: a unit of 32 lanes for each warp of a group
 #define IN_FLIGHT_NOW 2    // copies in flight of a group while it fetches what is being computed
 #define IN_FLIGHT_AHEAD 1  // ... while running ahead: longer queues delay the exchange
+#define TILE_SLOTS (HEAD > 128 ? HEAD / 128 : 1)  // slots of a tile of K, and of V
 #define MOST_TICKS 2       // of the clock's upper half, 2.2 s each; no step takes as long
 #define START_MAX (-1e30f)  // finite, so that a warp without keys ends with sum 0, not NaN
 #define HIDDEN_PARTS ((HIDDEN / 32 + CTAS - 1) / CTAS)  // most groups of 32 outputs of o of a CTA
@@ -18,10 +19,11 @@ struct Args {
   const u8* stream;
   const u64* starts;        // (CTAS, GROUPS): where each group's weights begin in `stream`
   const int* shares;        // (CTAS, 1 + GATEUP_PARTS): pairs of gate and up / 32, and which
-  const float* norms;       // (2 LAYERS, HIDDEN): attention, mlp
+  const float* norms;       // (NORMS LAYERS, HIDDEN): attention, mlp; of their updates
   const float* head_norms;  // (LAYERS, 2, HEAD): q, k
   const float* bias;        // (LAYERS, Q_ROWS + 2 KV_ROWS): q, k, v
   const float* rope;        // (positions, 2, HEAD / 2): cos, sin
+  const float* rope_sliding;  // of sliding layers; unused without
   const float* x_in;        // (HIDDEN)
   float* x_out;             // (HIDDEN)
   uint4* exchange;          // EXCHANGE_VECTORS, all 0xff
@@ -29,10 +31,13 @@ struct Args {
   const int* seq_len;       // with the new token
   const int* row;
   const int* block_tables;  // (rows, max_blocks)
+  const int* tables_sliding;
   const long long* slot;    // of the new token; negative: keep nothing
+  const long long* slot_sliding;
   int max_blocks;
   float eps, score_scale;   // scale * log2(e)
-  u32 types[LAYERS];        // of q, k, v, o, gate and up, down: lowest bits of `Type`, the next, the last
+  // Of q, k, v, o, gate and up, down: lowest bits of `Type`, the next, the last; then whether it slides.
+  u32 types[LAYERS];
 };
 struct Caches {
   TMap maps[LAYERS][2];     // K, V: (tokens, KV_HEADS, HEAD) in boxes of (TILE, 1, 64)
@@ -40,11 +45,15 @@ struct Caches {
 };
 
 // Records of 3 vectors for 32 inputs of each kind of matrix, then rows of q, k, v as words, then
-// partial attention outputs (SPLITS of 9 vectors for each 32 outputs).
+// partial attention outputs (SPLITS of 9 vectors for each 32 outputs), then sums of squares of updates
+// that pass a norm, a word for each 32 outputs of o, then of down.
 #define RECORD_VECTORS(columns) (3 * (columns) / 32)
 #define ROWS_AT (2 * RECORD_VECTORS(HIDDEN) + RECORD_VECTORS(Q_ROWS) + RECORD_VECTORS(INNER))
 #define PARTIALS_AT (ROWS_AT + (Q_ROWS + 2 * KV_ROWS) / 4)
 #define PARTIAL 9
+#define SQUARES_AT (PARTIALS_AT + PARTIAL * SPLITS * Q_ROWS / 32)
+#define NORMS (HAS_UPDATE_NORMS ? 4 : 2)  // of a layer
+DEV u32 squares_at(int kind) { return SQUARES_AT + (kind == DOWN ? HIDDEN / 128 : 0); }
 DEV u32 records_at(int kind) {
   constexpr int O_AT = RECORD_VECTORS(HIDDEN), GATEUP_AT = O_AT + RECORD_VECTORS(Q_ROWS);
   constexpr int DOWN_AT = GATEUP_AT + RECORD_VECTORS(HIDDEN);
@@ -65,7 +74,8 @@ constexpr int RECEIVED = (RECORD_VECTORS(MOST_COLUMNS) + CONSUMERS - 1) / CONSUM
 // two in turn. The outputs of the warps' attention share the place of the inputs of qkv and down,
 // which are not in use then.
 struct Sizes {
-  static constexpr int HEADS_AT_ONCE = HEADS < 4 ? HEADS : 4;
+  static constexpr int HEADS_FIT = HEAD > 128 ? 512 / HEAD : 4;
+  static constexpr int HEADS_AT_ONCE = HEADS < HEADS_FIT ? HEADS : HEADS_FIT;
   static constexpr int OUTPUTS_PITCH = (HEAD + 8) * 4;
   static constexpr int OUTPUTS = WARPS * HEADS_AT_ONCE * OUTPUTS_PITCH;
   static constexpr int IN_DOWN = (DOWN_TIMES > 1 ? 2 : 1) * input_bytes(DOWN_COLUMNS);
@@ -81,12 +91,14 @@ struct Rest {  // behind the rings
   static constexpr int IN_DOWN = IN_QKV + input_bytes(HIDDEN), WARP_OUTPUTS = IN_QKV;
   static constexpr int QUERY = IN_QKV + Sizes::SHARED;
   static constexpr int NEW_K = QUERY + HEADS * Sizes::QUERY_PITCH, NEW_V = NEW_K + 2 * HEAD;
-  static constexpr int ROPE = NEW_V + 2 * HEAD, HEAD_NORMS = ROPE + 4 * HEAD;
+  static constexpr int ROPE = NEW_V + 2 * HEAD;
+  static constexpr int HEAD_NORMS = ROPE + (WINDOW ? 8 : 4) * HEAD;
   static constexpr int WARP_SUMS = HEAD_NORMS + 8 * HEAD;
   static constexpr int BLOCKS = WARP_SUMS + WARPS * HEADS * 8;
-  static constexpr int SCRATCH = BLOCKS + GROUPS * MOST_TILES * 4, RESULTS = SCRATCH + 128;
+  static constexpr int SCRATCH = (BLOCKS + GROUPS * (MOST_TILES + SLIDING_TILES) * 4 + 15) & ~15;
+  static constexpr int RESULTS = SCRATCH + 128;
   static constexpr int NEW_SLOT = RESULTS + Sizes::RESULTS;
-  static constexpr int COMPUTING = NEW_SLOT + 8, LOST = COMPUTING + 4, START = LOST + 4;
+  static constexpr int COMPUTING = NEW_SLOT + (WINDOW ? 16 : 8), LOST = COMPUTING + 4, START = LOST + 4;
   static constexpr int NUM_KEYS = START + 4, SHARES = NUM_KEYS + 4;
   static constexpr int BARS = (SHARES + 4 * (1 + GATEUP_PARTS) + 7) & ~7;
 };

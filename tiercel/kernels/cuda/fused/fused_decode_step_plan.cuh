@@ -12,7 +12,7 @@
 #define WARPS (GROUPS * GROUP_WARPS)
 #define CONSUMERS (32 * WARPS)
 #define THREADS (CONSUMERS + 32 * GROUPS)  // one producer warp a group
-#define Q_ROWS (KV_HEADS * HEADS * HEAD)
+#define Q_ROWS (KV_HEADS * SHARERS * HEADS * HEAD)
 #define KV_ROWS (KV_HEADS * HEAD)
 #define OWN_Q (Q_ROWS / CTAS)  // rows of q of a CTA
 #define OWN_KV (KV_ROWS / CTAS)

@@ -22,26 +22,41 @@ DEV int type_of(int types, int kind, int part) {
 }
 // Attention is a phase of its own after QKV.
 DEV int phase_of(int layer, int kind) { return 5 * layer + kind + (kind > QKV); }
-// Tiles of `split`: t = split + SPLITS * (group + GROUPS * it).
-DEV int tiles_of(int num_keys, int split, int group) {
-  const int tiles = (num_keys + TILE - 1) / TILE, first = split + SPLITS * group;
+struct Ring { u32 data, full, empty; };  // of one group
+// Whether a layer sees the last WINDOW tokens alone.
+DEV bool slides(const Args& g, int layer) { return WINDOW && g.types[layer] >> 18 & 1; }
+struct Ends {  // of this CTA's attention; head: HEADS query heads that share a key/value head
+  int split, head, num_keys, first_key;
+  bool slides;
+  DEV bool attends() const {
+    return KV_HEADS * SHARERS * SPLITS == CTAS || head < KV_HEADS * SHARERS;
+  }
+  DEV int kv_head() const { return head / SHARERS; }
+};
+DEV Ends make_ends(u32 smem, bool slides) {
+  const int num_keys = (int)load_shared_word(smem + Layout::NUM_KEYS);
+  const int first_key = WINDOW && slides ? most(0, num_keys + 1 - WINDOW) : 0;
+  return {(int)blockIdx.x % SPLITS, (int)blockIdx.x / SPLITS, num_keys, first_key, slides};
+}
+// Tiles of a split: those of keys that count, from split + SPLITS * group on.
+DEV int tile_of(const Ends& ends, int group, int it) {
+  return ends.first_key / TILE + ends.split + SPLITS * (group + GROUPS * it);
+}
+DEV int tiles_of(const Ends& ends, int group) {
+  const int tiles = (ends.num_keys + TILE - 1) / TILE, first = tile_of(ends, group, 0);
   return tiles > first ? (tiles - first - 1) / (SPLITS * GROUPS) + 1 : 0;
 }
-struct Ring { u32 data, full, empty; };  // of one group
-struct Ends {  // of this CTA's attention
-  int split, head, num_keys;
-  DEV bool attends() const { return KV_HEADS * SPLITS == CTAS || head < KV_HEADS; }
-};
-DEV Ends make_ends(u32 smem) {
-  const int num_keys = (int)load_shared_word(smem + Layout::NUM_KEYS);
-  return {(int)blockIdx.x % SPLITS, (int)blockIdx.x / SPLITS, num_keys};
+// Cache blocks of a group's tiles, in shared memory: of all keys, then of sliding layers.
+DEV int* blocks_of(u8* memory, int group, bool slides) {
+  int* blocks = reinterpret_cast<int*>(memory + Layout::BLOCKS);
+  return blocks + (slides ? GROUPS * MOST_TILES + group * SLIDING_TILES : group * MOST_TILES);
 }
 
 DEV u32 whole_lines(u32 bytes) { return (bytes + 127) & ~127u; }
 // One thread feeds a group's ring. Copies in flight matter more than the depth of the ring: beyond
 // latency x bandwidth (about 28 KB an SM) they lengthen the queues in which the exchange waits too.
-DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int group, const Ends& ends,
-                 int gateup_parts, const int* blocks, const volatile int* computing) {
+DEV void produce(const Args& g, const Caches& caches, u8* memory, u32 smem, const Ring& ring,
+                 int group, int gateup_parts, const volatile int* computing) {
   int slot = 0, oldest = 0, in_flight = 0;
   u32 empty_parity = 1, full_parity = 0;
   auto open = [&](u32 bytes, int phase) {
@@ -64,7 +79,6 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
     src += bytes;
     advance();
   };
-  const int tiles = ends.attends() ? tiles_of(ends.num_keys, ends.split, group) : 0;
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer) {
     const int types = g.types[layer];
@@ -98,16 +112,22 @@ DEV void produce(const Args& g, const Caches& caches, const Ring& ring, int grou
         }
       }
       if (kind != QKV) continue;
+      const Ends ends = make_ends(smem, slides(g, layer));
+      const int* blocks = blocks_of(memory, group, ends.slides);
+      const int tiles = ends.attends() ? tiles_of(ends, group) : 0;
       for (int it = 0; it < tiles; ++it) {
-        const int tile = ends.split + SPLITS * (group + GROUPS * it);
-        const int token = blocks[it] * PAGE + tile * TILE % PAGE;
+        const int token = blocks[it] * PAGE + tile_of(ends, group, it) * TILE % PAGE;
 #pragma unroll 1
-        for (int plane = 0; plane < 2; ++plane) {
-          open(TILE * 2 * HEAD, phase + 1);
+        for (int part = 0; part < 2 * TILE_SLOTS; ++part) {
+          open(TILE * 2 * HEAD / TILE_SLOTS, phase + 1);
+          const TMap* map = &caches.maps[layer][part / TILE_SLOTS];
           const u32 bar = ring.full + 8 * slot, to = ring.data + slot * SLOT;
+          constexpr int BOXES = HEAD / 64 / TILE_SLOTS;
 #pragma unroll
-          for (int box = 0; box < HEAD / 64; ++box)
-            tma3(to + box * TILE * 128, &caches.maps[layer][plane], bar, 64 * box, ends.head, token);
+          for (int box = 0; box < BOXES; ++box) {
+            const int column = 64 * (box + part % TILE_SLOTS * BOXES);
+            tma3(to + box * TILE * 128, map, bar, column, ends.kv_head(), token);
+          }
           advance();
         }
       }
@@ -180,8 +200,21 @@ DEV void send_row(const Args& g, int layer, int part, int row, float y) {
   store_relaxed_word(reinterpret_cast<u32*>(g.exchange + ROWS_AT) + at,
                      (__float_as_uint(y) & ~3u) | (layer & 3));
 }
+// A record for the next matrix, or the result.
+DEV void hand_on(const Args& g, u32 smem, int layer, int kind, int part, int record, int lane, float v,
+                 float norm, bool adds) {
+  if (kind == DOWN && layer == LAYERS - 1) {
+    const bool lost = load_shared_word(smem + Layout::LOST);
+    g.x_out[32 * record + lane] = lost ? __int_as_float(0x7fffffff) : v;
+  } else {
+    publish(g.exchange + records_at((kind + 1) & 3) + 3 * record,
+            smem + Layout::SCRATCH + 32 * (part % GROUPS), v, norm, adds,
+            (layer + (kind == DOWN)) & 3, lane);
+  }
+}
 // A part of a matrix is done: one warp makes a record of its 32 outputs. residual, norm: of that
-// warp's part of o and down.
+// warp's part of o and down. Updates that pass a norm wait for those of all CTAs: their sums of
+// squares travel first, see finish_update.
 DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int warp, int lane,
                      float& residual, float norm) {
   if (warp != GROUP_WARPS * (part % GROUPS)) {
@@ -191,26 +224,60 @@ DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int
   const bool adds = kind != GATEUP;
   const float rms = adds ? 1 : make_rms(input_of(smem, kind, 0).squares, g.eps, lane);
   bar_sync(4 + part, CONSUMERS);
-  const u32 scratch = smem + Layout::SCRATCH + 32 * (part % GROUPS);
   const Plan p = plan_of(kind);
   const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows;
   float v;
   int record;
   if (adds) {
-    v = residual = residual + sum_results(results + 4 * lane, p.across, 32);
+    v = sum_results(results + 4 * lane, p.across, 32);
     record = CTAS * part + (int)blockIdx.x;
+    if (HAS_UPDATE_NORMS) {
+      float squares = v * v;
+      for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+      u32* to = reinterpret_cast<u32*>(g.exchange + squares_at(kind)) + record;
+      if (lane == 0) store_relaxed_word(to, (__float_as_uint(squares) & ~3u) | (layer & 3));
+      return;
+    }
+    v = residual = residual + v;
   } else {
     const float gate = rms * sum_results(results + 8 * lane, p.across, 64);
-    v = gate / (1.f + __expf(-gate)) * rms * sum_results(results + 8 * lane + 4, p.across, 64);
+    // GELU with tanh: 0.5 (1 + tanh z) is the sigmoid of 2 z, here 2 sqrt(2 / pi) (x + 0.044715 x^3).
+    const float turn = IS_GELU ? 1.5957691f * gate * (1.f + 0.044715f * gate * gate) : gate;
+    v = gate / (1.f + __expf(-turn)) * rms * sum_results(results + 8 * lane + 4, p.across, 64);
     record = (int)load_shared_word(smem + Layout::SHARES + 4 * (1 + part));
   }
-  if (kind == DOWN && layer == LAYERS - 1) {
-    const bool lost = load_shared_word(smem + Layout::LOST);
-    g.x_out[32 * record + lane] = lost ? __int_as_float(0x7fffffff) : v;
-  } else {
-    publish(g.exchange + records_at((kind + 1) & 3) + 3 * record, scratch, v, norm, adds,
-            (layer + (kind == DOWN)) & 3, lane);
+  hand_on(g, smem, layer, kind, part, record, lane, v, norm, adds);
+}
+// Norms an update once the sums of squares of all parts are there, adds it and hands it on. After the
+// loop over parts: a warp that waited within it would hold up parts of its own CTA. Weights are read
+// here, while it waits: registers that kept them since the phase began would be spilled.
+DEV void finish_update(const Args& g, u32 smem, int layer, int kind, int warp, int lane,
+                       float& residual) {
+  const int part = warp / GROUP_WARPS, record = CTAS * part + (int)blockIdx.x;
+  const float* norms = g.norms + (NORMS * layer * HIDDEN + 32 * record + lane);
+  const float update_norm = __ldg(norms + (kind == O_PROJ ? 2 : 3) * HIDDEN);
+  float norm = 0;
+  if (kind == O_PROJ || layer < LAYERS - 1)
+    norm = __ldg(norms + (kind == O_PROJ ? 1 : NORMS) * HIDDEN);
+  const uint4* words = g.exchange + squares_at(kind);
+  const u32 tag = layer & 3;
+  float t = 0;
+#pragma unroll 1
+  for (int at = lane; at < HIDDEN / 128; at += 32) {
+    uint4 raw = load_relaxed(words + at);
+    auto is_missing = [&]() {
+      return ((raw.x ^ tag) | (raw.y ^ tag) | (raw.z ^ tag) | (raw.w ^ tag)) & 3;
+    };
+    while (is_missing() && !is_lost(smem)) raw = load_relaxed(words + at);
+    t += __uint_as_float(raw.x & ~3u) + __uint_as_float(raw.y & ~3u) +
+         __uint_as_float(raw.z & ~3u) + __uint_as_float(raw.w & ~3u);
   }
+  for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
+  const Plan p = plan_of(kind);
+  const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows;
+  const float update = sum_results(results + 4 * lane, p.across, 32);
+  residual += update * rsqrtf(t * (1.f / HIDDEN) + g.eps) * update_norm;
+  hand_on(g, smem, layer, kind, part, record, lane, residual, norm, true);
 }
 // Units that a warp loads while it waits for their inputs. Two are faster but where units have several
 // rows, and where a CTA has two parts of o and down.
@@ -396,6 +463,8 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
         finish_part(g, smem, layer, kind, part, warp, lane, residual, norm);
     }
   }
+  if (HAS_UPDATE_NORMS && (kind == O_PROJ || kind == DOWN) && own == 0 && group < parts)
+    finish_update(g, smem, layer, kind, warp, lane, residual);
   if (QKV_ACROSS == 1 || kind != QKV) return;
   bar_sync(4, CONSUMERS);
   if (tid >= OWN_ROWS) return;

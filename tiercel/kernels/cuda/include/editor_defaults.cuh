@@ -94,6 +94,7 @@
 #define GROUP_WARPS 4
 #define HAS_BIAS 0
 #define HAS_QK_NORM 1
+#define HAS_UPDATE_NORMS 0
 #define HEAD 128
 #define HEADS 4
 #define HIDDEN 2048
@@ -106,12 +107,15 @@
 #define QKV_TILE 1
 #define QKV_TILES 192
 #define QK_TILES 160
+#define SHARERS 1
 #define SIX_DOWN 0
 #define SIX_GU 0
 #define SIX_O 0
 #define SIX_QK 0
 #define SIX_V 0
+#define SLIDING_TILES 0
 #define TYPES 3
+#define WINDOW 0
 #define XSLOTS 4
 
 // ---- moe: moe_experts_tiles.py, moe_experts_gemm.py
