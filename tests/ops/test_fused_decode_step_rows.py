@@ -5,10 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.fused_decode_step_model import V_AND_DOWN, columns_of, make_shape, rows_of
+from tests import fused_layer_tail_on_cpu
+from tests.fused_decode_step_model import (
+    V_AND_DOWN,
+    columns_of,
+    make_shape,
+    random_matrix,
+    rows_of,
+)
 from tests.ops.test_packed_gemm_on_cpu import multiply as multiply_many
 from tests.ops.test_packed_matvec_on_cpu import multiply as multiply_few
-from tests.packed_weights import make_tokens, make_weight
+from tests.packed_weights import make_tokens, make_weight, relative_error
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused.fused_decode_step_geometry import MATRICES, make_geometry
 from tiercel.kernels.packed import packed_dequantize as dequantizer
@@ -16,8 +23,15 @@ from tiercel.kernels.packed import packed_gemm as gemm
 from tiercel.kernels.packed import packed_matvec as matvec
 from tiercel.kernels.packed.packed_types import num_units
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.fused_decode_step import StepStream
-from tiercel.ops.packed_repack import packed_repack
+from tiercel.ops.fused_decode_step import FusedDecodeStepBuilder, Refusal, StepStream
+from tiercel.ops.fused_layer_tail import (
+    fused_layer_tail,
+    make_exchange,
+    prepare_fused_layer_tail,
+)
+from tiercel.ops.packed_matvec import prepare_packed
+from tiercel.ops.packed_repack import join_step, packed_repack
+from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
 CPU = torch.device("cpu")
@@ -144,3 +158,77 @@ def test_decoded_weights_have_the_bits_of_the_file(products):
         assert room[-1].isnan().all()
         expected = dequantize(planes, torch.float32)
         assert torch.equal(room[1:-1].view(torch.int32), expected.view(torch.int32))
+
+
+LAYER = make_shape(hidden=512, inner=1024, heads=8, kv_heads=2, head_dim=64)
+
+
+def make_tails(masks):
+    """Weights from one attention to the next layer's, in a step and in planes."""
+    builder = FusedDecodeStepBuilder(make_geometry(LAYER, masks), CPU)
+    rows, columns = rows_of(LAYER), columns_of(LAYER)
+    generator = torch.Generator().manual_seed(0)
+    names = {"q": "q", "k": "k", "v": "v", "o": "o", "gate": "gate_up", "up": "gate_up"}
+    parts = {
+        name: random_matrix(
+            rows[kind], columns[kind], QuantType[builder.geometry.qtype(0, kind)], generator
+        )
+        for name, kind in (names | {"down": "down"}).items()
+    }
+    rests = {}
+    for group in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
+        resting = builder.rest(0, {name: parts[name] for name in group})
+        rests |= dict(zip(group, resting, strict=True))
+    norms = [torch.rand(LAYER.hidden_size) + 0.5 for _ in range(2)]
+    for layout in (Layout.STEP, Layout.SOA):
+        if layout is Layout.STEP:
+            found = {name: (part,) for name, part in rests.items()}
+        else:
+            found = {name: (part,) for name, part in parts.items()}
+        together = [found["o"], found["gate"] + found["up"], found["down"]]
+        joined = [join(some) for some in (*together, found["q"] + found["k"], found["v"])]
+        packed = [[prepare_packed(part, layout)] for part in joined]
+        qkv = [*packed[3], *packed[4]]
+        weights = prepare_fused_layer_tail(*packed[:3], qkv, *norms, 0.2, 16)
+        assert not isinstance(weights, Refusal), weights.reason
+        yield weights
+
+
+def join(parts):
+    """Matrices of either layout end to end."""
+    if parts[0].layout is Layout.STEP:
+        return join_step(parts)
+    data = torch.cat([part.planes["data"] for part in parts])
+    return QuantTensor(parts[0].qtype, Layout.FILE, (len(data), parts[0].shape[1]), {"data": data})
+
+
+def run_tail(weights, tokens, folder):
+    """The residual and q, k, v of the next layer, in one tensor."""
+    torch.manual_seed(0)
+    attended = torch.randn(tokens, LAYER.q_size).half()
+    x = torch.randn(tokens, LAYER.hidden_size)
+    expected = x.clone()
+    expected_heads = fused_layer_tail(
+        attended, expected, weights, make_exchange(weights.geometry, CPU)
+    )
+    library = fused_layer_tail_on_cpu.build(tokens, weights, folder)
+    exchange = make_exchange(weights.geometry, CPU)
+    heads = fused_layer_tail_on_cpu.run(library, attended, x, weights, exchange)
+    found, wanted = torch.cat((x, heads), dim=1), torch.cat((expected, expected_heads), dim=1)
+    assert relative_error(found, wanted.double()) < 1e-3  # of inputs rounded to float16
+    return found
+
+
+def test_a_layers_tail_finds_its_rows(tmp_path):
+    run_tail(next(make_tails((V_AND_DOWN,))), 3, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [3, 11])
+def test_a_layers_tail_has_the_bits_that_planes_give(tokens, tmp_path):
+    results = []
+    for i, weights in enumerate(make_tails((V_AND_DOWN,))):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        results.append(run_tail(weights, tokens, folder))
+    assert torch.equal(*results)

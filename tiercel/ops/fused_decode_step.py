@@ -153,16 +153,39 @@ class FusedDecodeStepBuilder:
             ArgumentError: a type is not that of the layer's mask.
         """
         for name in MATRICES:
-            parts = matrices[name]
-            expected = QuantType[self.geometry.qtype(layer, name)]
-            if any(part.qtype is not expected for part in parts):
-                raise ArgumentError(
-                    f"fused_decode_step: {name} of layer {layer} is {parts[0].qtype.name}.",
-                    hint=f"Its mask says {expected.name}.",
-                )
-            data = [part.planes["data"] for part in parts]
-            rows = data[0] if len(data) == 1 else torch.stack(data, dim=1).flatten(0, 1)
-            self.stream.write(layer, name, rows)
+            self._write(layer, name, matrices[name])
+
+    def _write(self, layer: int, name: str, parts: Sequence[QuantTensor]) -> None:
+        expected = QuantType[self.geometry.qtype(layer, name)]
+        if any(part.qtype is not expected for part in parts):
+            raise ArgumentError(
+                f"fused_decode_step: {name} of layer {layer} is {parts[0].qtype.name}.",
+                hint=f"Its mask says {expected.name}.",
+            )
+        data = [part.planes["data"] for part in parts]
+        rows = data[0] if len(data) == 1 else torch.stack(data, dim=1).flatten(0, 1)
+        self.stream.write(layer, name, rows)
+
+    def rest(self, layer: int, parts: Mapping[str, QuantTensor]) -> list[QuantTensor]:
+        """Write matrices that share an input, and say where they are: this is their only copy.
+
+        Args:
+            layer: its number.
+            parts: by name, q, k and v, or o, or gate and up, or down, in layout FILE.
+
+        Returns:
+            The same in layout STEP.
+
+        Raises:
+            ArgumentError: a type is not that of the layer's mask, or not read from here.
+        """
+        if "gate" in parts:
+            self._write(layer, "gate_up", [parts["gate"], parts["up"]])
+            both = self.stream.matrix(layer, "gate_up")
+            return [_every_second(both, first) for first in (0, 1)]
+        for name, part in parts.items():
+            self._write(layer, name, [part])
+        return [self.stream.matrix(layer, name) for name in parts]
 
     def finish(
         self,
@@ -203,6 +226,12 @@ class FusedDecodeStepBuilder:
                 self.geometry, device, has_qk_norm=bool(head_norms), has_bias=bool(biases)
             )
         return weights
+
+
+def _every_second(both: QuantTensor, first: int) -> QuantTensor:
+    """Rows of gate, or of up, of the two in layout STEP."""
+    planes = both.planes | {"table": both.planes["table"][:, first::2].contiguous()}
+    return QuantTensor(both.qtype, both.layout, (both.shape[0] // 2, both.shape[1]), planes)
 
 
 def prepare_caches(

@@ -124,10 +124,14 @@ def prepare_fused_layer_tail(
     """
     parts = [[weight.tensor for weight in segments] for segments in (o, gate_up, down, qkv)]
     matrices = [[Matrix(p.qtype.name, *p.shape) for p in part] for part in parts]
-    geometry = partition_layer(matrices[0], matrices[1], matrices[2], matrices[3], num_sms, ranks)
+    layouts = {tensor.layout for part in parts for tensor in part}
+    in_step = layouts == {Layout.STEP}
+    geometry = partition_layer(
+        matrices[0], matrices[1], matrices[2], matrices[3], num_sms, ranks, in_step=in_step
+    )
     if isinstance(geometry, Refusal):
         return geometry
-    if any(tensor.layout is not Layout.SOA for part in parts for tensor in part):
+    if not in_step and layouts != {Layout.SOA}:
         return Refusal("the weights are in the layout of the file (TIERCEL_Q4K_SOA=0)")
     o_, gate_up_, down_ = (part[0] for part in parts[:3])
     weights = ChainWeights(o_, gate_up_, down_, tuple(parts[3]), mlp_norm, next_norm, geometry, eps)

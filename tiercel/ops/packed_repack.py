@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tiercel.errors import ArgumentError
@@ -46,6 +48,17 @@ def packed_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
     for plane in PLANES[qtype]:
         unpack_plane(weight.planes[plane.name], _field(plane, qtype), data)
     return QuantTensor(qtype, layout, shape, {"data": data.flatten(1)})
+
+
+def join_step(parts: Sequence[QuantTensor]) -> QuantTensor:
+    """Rows of matrices of one type in layout STEP, end to end; their slices are the same."""
+    if len(parts) == 1:
+        return parts[0]
+    table = torch.cat([part.planes["table"] for part in parts], dim=1)
+    shape = (table.shape[1], parts[0].shape[1])
+    return QuantTensor(
+        parts[0].qtype, Layout.STEP, shape, {"weights": parts[0].planes["weights"], "table": table}
+    )
 
 
 # Of a block, as layout STEP keeps them apart: codes, header or scales, qh, d.

@@ -26,11 +26,11 @@ from torch import Tensor
 from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
 from tiercel.kernels.fused.fused_layer_tail_geometry import GROUP, TILE, Geometry
 from tiercel.kernels.packed.packed_matvec import KernelPlanes
+from tiercel.kernels.packed.packed_types import UNIT_TYPES
 from tiercel.kernels.runtime import rtc
 
 THREADS = 640
 _COLUMN_BYTES = 4352  # of 8 tokens
-_UNIT_BYTES = {False: 2304, True: 3360}  # of a ring's place, where a matrix is Q6_K
 _WARPS = 16  # that multiply
 _PART_BYTES = 2048  # of a rank's sums of 32 rows and 8 tokens, with epochs
 
@@ -55,7 +55,8 @@ def smem_bytes(tokens: int, geometry: Geometry) -> int:
     """
     tiles = -(-tokens // 8)
     ring = geometry.ring(tiles)
-    unit_bytes = _UNIT_BYTES[geometry.types.any_six]
+    name = ("Q6_K" if geometry.types.any_six else "Q4_K") + "_STEP" * geometry.types.in_step
+    unit_bytes = UNIT_TYPES[name].slot_bytes
     columns, units = ring.slots * tiles * _COLUMN_BYTES, _WARPS * ring.stages * unit_bytes
     sums, scratch = ring.buffers * 16 * tiles * 512, 8 * tiles * 144
     barriers = 8 * (2 * ring.slots + ring.buffers * (tiles + 2))
@@ -86,6 +87,7 @@ def cuda_source(tokens: int, geometry: Geometry) -> rtc.KernelSource:
         ("BUFFERS", ring.buffers),
         ("MEANS", 32),
         ("IN_FILE", 0),
+        ("IN_STEP", int(types.in_step)),
         ("RANKS", geometry.ranks),
     )
     return rtc.KernelSource("fused_layer_tail", macros)

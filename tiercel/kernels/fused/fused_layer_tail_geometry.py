@@ -40,13 +40,17 @@ _NAMES = {
 
 
 class ChainTypes(Struct, frozen=True):
-    """Which matrices of a launch are Q6_K and not Q4_K; `qk` and `v` are of the next layer."""
+    """Which matrices of a launch are Q6_K and not Q4_K; `qk` and `v` are of the next layer.
+
+    in_step: whether all are in layout STEP, not in planes.
+    """
 
     o: bool
     gate_up: bool
     down: bool
     qk: bool = False
     v: bool = False
+    in_step: bool = False
 
     @property
     def any_six(self) -> bool:
@@ -162,6 +166,8 @@ def partition_layer(
     qkv: Sequence[Matrix],
     num_sms: int,
     ranks: int = 1,
+    *,
+    in_step: bool = False,
 ) -> Geometry | Refusal:
     """Fit the matrices of a layer's tail to the kernel. Pure, as `partition`.
 
@@ -172,6 +178,7 @@ def partition_layer(
         qkv: segments of q, k and v of the next layer; empty after the last layer.
         num_sms: of the GPU.
         ranks: GPUs that share the model; the matrices are one's.
+        in_step: whether they are in layout STEP.
     """
     parts = {"o": o, "gate and up": gate_up, "down": down, "q, k and v": qkv}
     for name, part in parts.items():
@@ -184,7 +191,7 @@ def partition_layer(
         return Refusal("q, k and v: two segments of one type")
     is_six = [[matrix.qtype == TYPES[1] for matrix in part] for part in parts.values()]
     qk, v = (is_six[3][0], is_six[3][-1]) if qkv else (False, False)
-    types = ChainTypes(is_six[0][0], is_six[1][0], is_six[2][0], qk, v)
+    types = ChainTypes(is_six[0][0], is_six[1][0], is_six[2][0], qk, v, in_step)
     rows = [matrix.rows for matrix in qkv]
     hidden, inner = down[0].rows, down[0].columns
     shape = ChainShape(hidden, o[0].columns, inner, *(rows or [0]))

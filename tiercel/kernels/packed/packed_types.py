@@ -40,7 +40,7 @@ UNIT_TYPES = {
     "Q3_K": UnitType(3, 1760, 0, "Q4_K"),
     "Q2_K": UnitType(2, 1344, 64, "Q4_K"),
     "Q4_K_STEP": UnitType(4, 2304, 32, "Q4_K", in_step=True),
-    "Q6_K_STEP": UnitType(6, 3456, 0, "Q6_K", in_step=True),
+    "Q6_K_STEP": UnitType(6, 3408, 0, "Q6_K", in_step=True),
 }
 
 

@@ -14,7 +14,7 @@
 #define REDUCER (WARPS + 2)   // the first of NT warps that add up and publish
 #define THREADS 640
 #define PUBLISHERS 8          // groups of 32 columns in a unit column of x
-#define SLOT (ANY_SIX ? 3360 : 2304)
+#define SLOT (!ANY_SIX ? 2304 : IN_STEP ? 3408 : 3360)
 // Unit columns of 256 of what o, gate and up, down multiply; every second is of one CTA of a
 // cluster.
 #define COLUMNS_O (ATTENDED / 256)
@@ -95,12 +95,29 @@ DEV void load8(float (&v)[8], const float* from) {
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-template <bool SIX> DEV void fetch_unit(const Planes& w, i64 unit, u32 slot, int lane) {
+#if IN_STEP
+// Places are 256 tile + column.
+DEV u32 unit_of(int tile, int, int column) { return 256 * tile + column; }
+DEV int rows_of(int matrix) {
+  constexpr int QK_ROWS = 16 * (SIX_V == SIX_QK ? QKV_TILES : QK_TILES);
+  return matrix == 1   ? 2 * INNER
+         : matrix == 3 ? QK_ROWS
+         : matrix == 4 ? 16 * (QKV_TILES - QK_TILES)
+                       : HIDDEN;
+}
+template <bool SIX> DEV void fetch_unit(const Planes& w, int matrix, u32 unit, u32 slot, int lane) {
+  const int columns = matrix == 0 ? COLUMNS_O : matrix == 2 ? COLUMNS_H : COLUMNS_X;
+  copy_unit<SIX>(StepRows(w, rows_of(matrix), columns), unit >> 8, unit & 255, slot, lane);
+}
+#else
+DEV u32 unit_of(int tile, int columns, int column) { return tile * columns + column; }
+template <bool SIX> DEV void fetch_unit(const Planes& w, int, u32 unit, u32 slot, int lane) {
   if (SIX)
     q6::Source(w, unit, 0, 0, lane).fetch(slot);
   else
     q4::Source(w, unit, 0, 0, lane).fetch(slot);
 }
+#endif
 template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 column, int lane) {
   if (SIX)
     q6::multiply(sum, slot, TokensOfQ6(column, lane), lane, [] {});
@@ -124,7 +141,7 @@ DEV int turned(int four, int i) { return COLUMNS_X % 8 ? four + i & 3 : four; }
 struct Share { int owner, pick, four, rank; };
 DEV u32 unit_at(int matrix, int tile, int columns, int i, int rank, bool is_there) {
   if (!is_there || i >= columns / 2) return NO_UNIT;
-  return matrix << 24 | tile * columns + 2 * i + rank;
+  return matrix << 24 | unit_of(tile, columns, 2 * i + rank);
 }
 // Unit `k` of a matrix whose rows are groups of the residual: all rounds of a column, then the
 // next.
@@ -160,9 +177,9 @@ DEV void fetch(const Args& g, u32 place, u32 slot, int lane) {
   constexpr u32 SIXES = SIX_O | SIX_GU << 1 | SIX_DOWN << 2 | SIX_QK << 3 | SIX_V << 4;
   const Planes& matrix = (&g.o)[place >> 24];
   if (ANY_SIX && (SIXES >> (place >> 24) & 1))
-    fetch_unit<true>(matrix, place & 0xffffff, slot, lane);
+    fetch_unit<true>(matrix, place >> 24, place & 0xffffff, slot, lane);
   else
-    fetch_unit<false>(matrix, place & 0xffffff, slot, lane);
+    fetch_unit<false>(matrix, place >> 24, place & 0xffffff, slot, lane);
 }
 // Places of activations in shared memory: a class has slots of its own, and counts its columns.
 DEV int slot_of(int four, int at) { return four * CLASS_SLOTS + at % CLASS_SLOTS; }

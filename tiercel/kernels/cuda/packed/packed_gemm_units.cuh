@@ -11,7 +11,7 @@
 #if QTYPE == 4
 #define TILE_BYTES 2304
 #elif IN_STEP
-#define TILE_BYTES 3456
+#define TILE_BYTES 3408
 #else
 #define TILE_BYTES 3360
 #endif

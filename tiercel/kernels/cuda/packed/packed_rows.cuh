@@ -2,8 +2,8 @@
 // slots of packed_units.cuh. kernels/fused/fused_decode_step_rows.py describes the table.
 //
 // Two lanes copy a row's block of 256 columns, in pieces of 16 bytes; pairs of them are whole
-// sectors of memory. Slots are those of planes, but for d of Q6_K: a copy has at least 4 bytes, so 8
-// bytes of a row hold the pair of d with the row's own, and by how many bits to shift it.
+// sectors of memory. Slots are those of planes, but for d of Q6_K: a copy has at least 4 bytes, so a
+// row has a pair of d, and a word behind them says by a bit for each lane which one is the row's.
 #pragma once
 
 #include "include/types.cuh"
@@ -33,7 +33,8 @@ struct StepRows {  // of a matrix
             entry.z >> 8 & 0xff};
   }
 };
-// 16 rows x 256 columns to a slot. Each second pair of rows takes its pieces in another order: eight
+constexpr u32 STEP_D = 3328, STEP_D_BITS = STEP_D + 4 * 16;  // in a slot
+// 16 rows x 256 columns to a slot, by all lanes. Each second pair of rows takes its pieces in another order: eight
 // lanes write to different banks.
 template <bool SIX>
 DEV void copy_unit(const StepRows& rows, int tile, int b, u32 slot, int lane) {
@@ -55,16 +56,16 @@ DEV void copy_unit(const StepRows& rows, int tile, int b, u32 slot, int lane) {
     const int i = k ^ turn;
     copy16(slot + 2048 + 512 * (r >> 3) + 16 * (4 * (r & 7) + 2 * half + i), block.high(i, half));
   }
-  if (half == 0) {
+  const u64 d = (u64)block.d();
+  const u32 is_second = __ballot_sync(~0u, d & 2);
+  if (half == 0)
     copy16(slot + 3072 + 16 * r, block.header());
-  } else {
-    const u64 d = (u64)block.d();
-    copy4(slot + 3328 + 8 * r, (const u8*)(d & ~3ull));
-    sts4(slot + 3332 + 8 * r, 8 * (u32)(d & 2));
-  }
+  else
+    copy4(slot + STEP_D + 4 * r, (const u8*)(d & ~3ull));
+  if (lane == 0) sts4(slot + STEP_D_BITS, is_second);
 }
 // Bits of d of a row of Q6_K in a slot.
 DEV u32 step_d(u32 slot, int row) {
-  const uint2 pair = lds8(slot + 3328 + 8 * row);
-  return pair.x >> pair.y & 0xffff;
+  const u32 is_second = lds4(slot + STEP_D_BITS) >> (2 * row) & 1;
+  return lds4(slot + STEP_D + 4 * row) >> (16 * is_second) & 0xffff;
 }
