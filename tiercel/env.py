@@ -20,7 +20,15 @@ _SWITCHES = tuple(
         *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
-        *("MOE_GEMM", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
+        *(
+            "MOE_GEMM",
+            "MHC_KERNEL",
+            "MHC_STEP",
+            "ROPE_KERNEL",
+            "ROUTE_KERNEL",
+            "COMPRESS_KERNEL",
+            "NATIVE",
+        ),
         *("SMALL_ALL_REDUCE", "CPU_RANKS"),
     )
 )
@@ -219,6 +227,14 @@ def has_fused_layer_tail() -> bool:
 def has_mhc_kernel() -> bool:
     """Whether ``TIERCEL_MHC_KERNEL`` allows the kernels of mHC, else PyTorch operators."""
     return read_flag("TIERCEL_MHC_KERNEL", default=True)
+
+
+def has_mhc_step() -> bool:
+    """Whether ``TIERCEL_MHC_STEP`` lets a step between two blocks be one launch, of few tokens.
+
+    ``TIERCEL_MHC_KERNEL`` can forbid it too.
+    """
+    return read_flag("TIERCEL_MHC_STEP", default=True) and has_mhc_kernel()
 
 
 def has_rope_kernel() -> bool:

@@ -72,6 +72,7 @@
 // ---- block: linear_group.py, block_scaled_gemm.py
 #define INPUT 0
 #define IS_FLOAT_OUT 0
+#define IS_FLOAT_Y 0
 #define IS_GATE_UP 1
 #define IS_NVFP4 1
 #define KINDS 7
