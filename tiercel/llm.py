@@ -27,6 +27,7 @@ from tiercel.config import LoadOptions
 from tiercel.engine.engine import Engine
 from tiercel.engine.frontend import Frontend
 from tiercel.engine.interrupts import deferred
+from tiercel.engine.load import LoadedModel
 from tiercel.engine.prompt_progress import report_prompts
 from tiercel.errors import InvalidRequestError
 from tiercel.ipc.load import load_ranks
@@ -125,16 +126,18 @@ class LLM:
             data_parallel_attention=data_parallel_attention,
             offline=offline,
         )
-        loaded = load_ranks(model, options, progress)
+        self._take(load_ranks(model, options, progress))
+        self._takers: dict[str, _Taker] = {}
+        # Of the engine and the takers. The garbage collector may end a stream within a step.
+        self._lock = threading.RLock()
+
+    def _take(self, loaded: LoadedModel) -> None:
         self._frontend = Frontend(loaded)
         self._inputs = self._frontend.inputs
         self.source, self.config = loaded.source, loaded.config
         self.tokenizer = loaded.tokenizer
         self._loaded: Engine | None = loaded.engine
         self._end_ranks = weakref.finalize(self, loaded.peers.close)  # or when this is dropped
-        self._takers: dict[str, _Taker] = {}
-        # Of the engine and the takers. The garbage collector may end a stream within a step.
-        self._lock = threading.RLock()
 
     @property
     def _engine(self) -> Engine:

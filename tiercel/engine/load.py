@@ -42,7 +42,7 @@ from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.model import model_class
 from tiercel.models.shard_check import check_sharding
-from tiercel.models.sharding import sharding_kind
+from tiercel.models.sharding import Sharding, sharding_kind
 from tiercel.models.source import ModelSource, find_source
 from tiercel.request.inputs import InputProcessor
 from tiercel.request.score_inputs import ScoreInputs
@@ -201,18 +201,8 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
     env.switches()  # also those of another device: a wrong value is a mistake all the same
     device = resolve_device(options.device)
     num_ranks = resolve_ranks(options.tensor_parallel_size, device, options.ranks_per_host)
-    kind = sharding_kind(
-        expert_parallel=options.expert_parallel,
-        data_parallel_attention=options.data_parallel_attention,
-    )
-    check_sharding(source, num_ranks, kind)
-    sharding = kind.of(rank, num_ranks)
+    sharding = _resolve_sharding(source, options, num_ranks).of(rank, num_ranks)
     device = resolve_own_device(options, device, num_ranks, rank)
-    for name in ("expert_parallel", "data_parallel_attention"):
-        if getattr(options, name) and num_ranks == 1:
-            raise ArgumentError(
-                f"{name}=True needs several ranks.", hint="Set tensor_parallel_size too."
-            )
     spec = resolve_spec(options.spec, options.num_spec_tokens)
     if spec.has_head and not source.config.num_mtp_layers:
         raise ArgumentError(
@@ -268,6 +258,21 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
         data_parallel_attention=options.data_parallel_attention,
         num_replicas=options.num_replicas,
     )
+
+
+def _resolve_sharding(source: ModelSource, options: LoadOptions, num_ranks: int) -> Sharding:
+    """How ranks share the model."""
+    kind = sharding_kind(
+        expert_parallel=options.expert_parallel,
+        data_parallel_attention=options.data_parallel_attention,
+    )
+    check_sharding(source, num_ranks, kind)
+    for name in ("expert_parallel", "data_parallel_attention"):
+        if getattr(options, name) and num_ranks == 1:
+            raise ArgumentError(
+                f"{name}=True needs several ranks.", hint="Set tensor_parallel_size too."
+            )
+    return kind
 
 
 def _resolve_sizes(
