@@ -127,7 +127,7 @@ class Shape:
         self.least_computed = dice.choice((1, 3))
         longest = 34 + self.spare_places
         self.num_blocks = 1 + -(-longest // self.block_size) + dice.randint(0, 12)
-        self.num_schedulers = num_ranks if dice.random() < 0.4 else 1
+        self.num_schedulers = num_ranks if dice.random() < 0.5 else 1
 
     def engine(self, make, clock):
         """The engine of a rank, by `make(scheduler, runner, config)`, and its runner."""
