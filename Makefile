@@ -5,6 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 VENV ?= .venv
 BIN := $(VENV)/bin
 CLIENTS_VENV ?= .venv-clients
+AARCH64 ?= .aarch64
 CLIENTS := "litellm>=1.100,<2" mcp "lm-eval[api]==0.4.13" "instructor==1.17.*"
 # pip compiles bytecode on one core, which is half of its time: COMPILE does it on all cores afterwards.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
@@ -16,7 +17,7 @@ PROMPT ?= Why is the sky blue? Answer in three sentences.
 # The native library of an editable installation follows its sources; without it PyTorch computes.
 NATIVE := $(BIN)/python -m tiercel.kernels.native.build --quiet || true
 
-.PHONY: demo test test-gpu sanitize test-clients mutants lint bench-cpu wheel clean
+.PHONY: demo test test-gpu sanitize test-clients test-aarch64 mutants lint bench-cpu wheel clean
 
 # Answers with the default model on the terminal; the first run downloads the model.
 demo: $(VENV)/.demo
@@ -42,6 +43,11 @@ sanitize: $(VENV)/.dev
 test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.clients
 	CLIENTS_PYTHON=$(CLIENTS_VENV)/bin/python $(BIN)/python -m pytest -m clients tests/clients
 
+# Runs the native library's tests for aarch64 under qemu; needs Debian's packages qemu-user and mmdebstrap.
+test-aarch64: $(VENV)/.dev $(AARCH64)/.machine
+	@$(NATIVE)
+	AARCH64_MACHINE=$(AARCH64) $(BIN)/python -m pytest -m qemu tests/kernels/native
+
 # Mutation tests: one-line faults, each of which must make a test fail. 18 minutes on two cores.
 mutants: $(VENV)/.dev
 	$(BIN)/python -m tests.mutations.run
@@ -63,7 +69,7 @@ wheel: $(VENV)/.python
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS_VENV) build dist tiercel/kernels/native/lib .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) $(AARCH64) build dist tiercel/kernels/native/lib .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(VENV)/.python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer: python3 is older or missing. Install one, or run make PYTHON=/path/to/python." >&2; exit 1; }
@@ -83,6 +89,11 @@ $(CLIENTS_VENV)/.clients: $(VENV)/.python
 	$(PYTHON) -m venv --clear $(CLIENTS_VENV)
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt $(CLIENTS)
+	@touch $@
+
+$(AARCH64)/.machine: $(VENV)/.python tests/kernels/native/aarch64.py
+	rm -rf $(AARCH64)
+	$(BIN)/python -m tests.kernels.native.aarch64 $(AARCH64)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
