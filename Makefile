@@ -24,9 +24,11 @@ demo: $(VENV)/.demo
 	@$(NATIVE)
 	@$(BIN)/tiercel generate --chat "$(PROMPT)" --max-tokens 120 --temperature 0
 
+# Hundreds of processes import the same modules: they are compiled once, even where the shell asks for
+# no bytecode.
 test: lint
 	@$(NATIVE)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Tests that need a GPU; without one they are skipped. Modules without such tests
 # are not imported: a machine for kernels may lack browsers and clients.

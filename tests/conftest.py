@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -20,18 +20,24 @@ import torch
 # Workers take whole files in this order (--no-loadscope-reorder), so that no long file begins last.
 LONG_FILES = (
     "tests/kernels/test_rtc.py",
-    "tests/llm/test_speculation.py",
-    "tests/ops/test_decode_attention.py",
-    "tests/llm/test_speculation_structured_output.py",
     "tests/serve/lifecycle/test_lifecycle.py",
-    "tests/serve/test_surroundings.py",
-    "tests/ops/test_prefill_attention.py",
-    "tests/serve/test_soak.py",
-    "tests/ops/test_fused_layer_tail.py",
-    "tests/ops/test_ngram_on_cpu.py",
-    "tests/ops/test_decode_attention_split.py",
-    "tests/ops/test_decode_attention_groups_on_cpu.py",
     "tests/ops/test_fused_decode_step.py",
+    "tests/parallel/test_shared_models.py",
+    "tests/ops/test_fused_layer_tail.py",
+    "tests/ops/test_decode_attention_split.py",
+    "tests/ops/test_decode_attention_split_on_cpu.py",
+    "tests/ops/test_ngram_on_cpu.py",
+    "tests/ops/test_decode_attention.py",
+    "tests/llm/test_deepseek_v4_speculation.py",
+    "tests/llm/test_deepseek_v4_cache.py",
+    "tests/llm/test_speculation.py",
+    "tests/llm/test_speculation_structured_output.py",
+    "tests/ops/test_prefill_attention.py",
+    "tests/serve/web/test_page.py",
+    "tests/serve/web/test_view.py",
+    "tests/serve/test_surroundings.py",
+    "tests/serve/test_soak.py",
+    "tests/ops/test_decode_attention_groups_on_cpu.py",
     "tests/cli/test_hostile.py",
     "tests/llm/test_busy_batch.py",
     "tests/ops/test_ngram_match.py",
@@ -43,6 +49,16 @@ if not HAS_GPU:  # Triton reads this when a kernel is decorated, so it must be s
     os.environ["TRITON_INTERPRET"] = "1"
 if IN_WORKER:
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage meanwhile: nearly all objects stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,26 @@ def encode_tensor_map(
     return rtc.TensorMap.from_buffer_copy(words)
 
 
+OPTIONS = (
+    *("-std=c++17", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-fno-stack-protector", "-fno-exceptions", "-w", "-fPIC"),
+)
+SYSTEM_INCLUDE = re.compile(r"^#include <.+>\n", re.MULTILINE)
+
+
+@cache
+def precompile_headers(compiler: str, flags: tuple[str, ...]) -> Path:
+    """The system's headers of all files of cuda_on_cpu/, compiled: 0.45 s less for each source."""
+    folder = Path(tempfile.mkdtemp(prefix="cuda_on_cpu"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    lines = {line for part in HERE.iterdir() for line in SYSTEM_INCLUDE.findall(part.read_text())}
+    header = folder / "system.hpp"
+    header.write_text("".join(sorted(lines)))
+    command = [compiler, *OPTIONS, *flags, "-x", "c++-header", "-o", f"{header}.gch", header]
+    subprocess.run(command, check=True)
+    return header
+
+
 def compile_library(text: str, folder: Path, name: str, *flags: str) -> ctypes.CDLL:
     """Compile a kernel's source with the replacements of a GPU; skip where that is impossible."""
     compiler = shutil.which("g++")
@@ -79,9 +102,8 @@ def compile_library(text: str, folder: Path, name: str, *flags: str) -> ctypes.C
         pytest.skip("needs g++ and an x86 processor with F16C")
     path, library = folder / f"{name}.cpp", folder / f"{name}.so"
     path.write_text(text)
-    options = ["-std=c++17", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing"]
-    options += ["-fno-stack-protector", "-fno-exceptions", "-w"]
-    command = [compiler, *options, *flags, "-shared", "-fPIC", "-o", library, path]
+    headers = precompile_headers(compiler, flags)
+    command = [compiler, *OPTIONS, *flags, "-include", headers, "-shared", "-o", library, path]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 
