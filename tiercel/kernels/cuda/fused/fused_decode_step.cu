@@ -120,6 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       multiply_by(GATEUP);
     else
       multiply_by(DOWN);
+    if (HAS_UPDATE_NORMS && (kind == O_PROJ || kind == DOWN))
+      finish_update(g, unknown(smem), layer, unknown(kind), unknown(warp), unknown(own), residual);
     if (kind != QKV) continue;
     attention(g, caches, unknown(smem), layer, unknown(warp), unknown(own), taker);
   }

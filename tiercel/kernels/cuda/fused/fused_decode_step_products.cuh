@@ -248,12 +248,13 @@ DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int
   }
   hand_on(g, smem, layer, kind, part, record, lane, v, norm, adds);
 }
-// Norms an update once the sums of squares of all parts are there, adds it and hands it on. After the
-// loop over parts: a warp that waited within it would hold up parts of its own CTA. Weights are read
-// here, while it waits: registers that kept them since the phase began would be spilled.
+// Norms an update once the sums of squares of all parts are there, adds it and hands it on: the first
+// warp of group i its part i. After `multiply`: a warp that waited within it would hold up parts of its
+// own CTA. Weights are read while it waits: registers that kept them longer would be spilled.
 DEV void finish_update(const Args& g, u32 smem, int layer, int kind, int warp, int lane,
                        float& residual) {
   const int part = warp / GROUP_WARPS, record = CTAS * part + (int)blockIdx.x;
+  if (warp % GROUP_WARPS != 0 || record >= HIDDEN / 32) return;
   const float* norms = g.norms + (NORMS * layer * HIDDEN + 32 * record + lane);
   const float update_norm = __ldg(norms + (kind == O_PROJ ? 2 : 3) * HIDDEN);
   float norm = 0;
@@ -261,17 +262,24 @@ DEV void finish_update(const Args& g, u32 smem, int layer, int kind, int warp, i
     norm = __ldg(norms + (kind == O_PROJ ? 1 : NORMS) * HIDDEN);
   const uint4* words = g.exchange + squares_at(kind);
   const u32 tag = layer & 3;
+  constexpr int VECTORS = HIDDEN / 128, ROUNDS = (VECTORS + 31) / 32;
+  uint4 raw[ROUNDS] = {};
+  bool is_missing;
+  do {
+    is_missing = false;
+#pragma unroll
+    for (int k = 0; k < ROUNDS; ++k) {
+      const int at = lane + 32 * k;
+      raw[k] = load_relaxed(words + (at < VECTORS ? at : 0));
+      is_missing |= ((raw[k].x ^ tag) | (raw[k].y ^ tag) | (raw[k].z ^ tag) | (raw[k].w ^ tag)) & 3;
+    }
+  } while (__any_sync(~0u, is_missing) && !is_lost(smem));
   float t = 0;
-#pragma unroll 1
-  for (int at = lane; at < HIDDEN / 128; at += 32) {
-    uint4 raw = load_relaxed(words + at);
-    auto is_missing = [&]() {
-      return ((raw.x ^ tag) | (raw.y ^ tag) | (raw.z ^ tag) | (raw.w ^ tag)) & 3;
-    };
-    while (is_missing() && !is_lost(smem)) raw = load_relaxed(words + at);
-    t += __uint_as_float(raw.x & ~3u) + __uint_as_float(raw.y & ~3u) +
-         __uint_as_float(raw.z & ~3u) + __uint_as_float(raw.w & ~3u);
-  }
+#pragma unroll
+  for (int k = 0; k < ROUNDS; ++k)
+    if (lane + 32 * k < VECTORS)
+      t += __uint_as_float(raw[k].x & ~3u) + __uint_as_float(raw[k].y & ~3u) +
+           __uint_as_float(raw[k].z & ~3u) + __uint_as_float(raw[k].w & ~3u);
   for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
   const Plan p = plan_of(kind);
   const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows;
@@ -463,8 +471,6 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
         finish_part(g, smem, layer, kind, part, warp, lane, residual, norm);
     }
   }
-  if (HAS_UPDATE_NORMS && (kind == O_PROJ || kind == DOWN) && own == 0 && group < parts)
-    finish_update(g, smem, layer, kind, warp, lane, residual);
   if (QKV_ACROSS == 1 || kind != QKV) return;
   bar_sync(4, CONSUMERS);
   if (tid >= OWN_ROWS) return;
