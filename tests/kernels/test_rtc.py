@@ -411,10 +411,11 @@ def test_decode_step_compiles_as_designed(name, tmp_path):
         pytest.param(name, mixture, marks=[pytest.mark.slow] * (name + mixture != "qwen3-8bIQ4_XS"))
         for name in ("qwen3-8b", "qwen3-4b", "llama3-1b", "gemma3-1b", "gemma3-4b", "gemma3-27b")
         for mixture in ("Q8_0", "Q4_0", "IQ4_XS")
+        if name + mixture != "gemma3-1bIQ4_XS"  # whose attn_v is Q5_1
     ],
 )
 def test_decode_step_of_other_types_compiles_as_designed(name, mixture, tmp_path):
-    check_step(step_source(name, mixture), 10, tmp_path)
+    check_step(step_source(name, mixture), 12, tmp_path)
 
 
 def check_step(source, spills, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from tests.fused_decode_step_model import EPS, SCALE, V_AND_DOWN, make_model, make_shape
 from tests.hf_models import make_model as make_hf_model
 from tests.hf_models import own_tensors, sample_config, write_folder
+from tests.mtp_model import mtp_model
 from tests.packed_weights import LAYOUTS
 from tests.tiny_llm import greedy, open_tiny
 from tiercel.layers import fused_decode_step as layers
@@ -161,6 +162,25 @@ def test_each_layer_is_found_through_its_own_tables():
     step.bind_cache(planes, (1, 0, 1))
     assert step.groups == (0, 1)  # the second layer alone is full
     assert [plane.data_ptr() for plane in step.caches.v] == [p["v"].data_ptr() for p in planes]
+
+
+def test_the_layer_that_drafts_is_one_too(tmp_path, monkeypatch):
+    """Its steps of a single token go there, found through its own planes and tables."""
+    seen = []
+    monkeypatch.setattr(decoder_build, "make_fused_decode_step", lambda *args: seen.append(args))
+    with open_tiny(
+        mtp_model(tmp_path / "m.gguf", head_seed=6), spec="mtp", num_spec_tokens=3
+    ) as llm:
+        model = llm._engine.runner.model
+        head = model.draft_head
+        (all_parts, whole, _, _), ((part,), single, _, _) = seen
+        assert len(all_parts) == whole.num_layers == len(model.layers)
+        assert single == replace(whole, num_layers=1, sliding=(False,))
+        assert part.attention is head.layer.attention
+        head.fused_layer = recorder = Recorder()
+        llm.generate("ab", greedy(6))
+    assert recorder.taken > 0
+    assert set(recorder.asked) >= {1}
 
 
 def test_a_cpu_has_none():

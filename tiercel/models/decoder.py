@@ -109,7 +109,7 @@ class Decoder:
         self.norm = builder.norm("norm")
         self.head = builder.head()
         # One kernel for a single token, where it fits.
-        step = builder.fused_step(self.layers, self.last_update_norm, num_positions)
+        step = builder.fused_step(self.layers, self.last_update_norm)
         self.fused_decode_step: FusedDecodeStep | None = None if isinstance(step, Refusal) else step
         # From attention to attention in one kernel for a few tokens, where it fits.
         chain = builder.fused_tail(self.layers)
@@ -162,7 +162,7 @@ class Decoder:
         if self.native_layers is not None:
             self.native_layers.bind_cache()
         if self.draft_head is not None:
-            self.draft_head.bind_cache()
+            self.draft_head.bind_cache(*found[len(self.layers)])
 
     def plan(self, lengths: BatchLengths) -> dict[AttentionShape, PlannedTiles]:
         """Tiles of prefill attention, by the shape of the layers that share them."""

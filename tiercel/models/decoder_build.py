@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,13 @@ from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.native_layers import NativeDecoderLayers, make_native_layers
 from tiercel.layers.norm import RMSNorm
 from tiercel.models.config import ModelConfig
-from tiercel.models.fused_paths import decoder_shape, switched_off, unsupported_part
+from tiercel.models.fused_paths import (
+    USED,
+    decoder_shape,
+    log_fused_paths,
+    switched_off,
+    unsupported_part,
+)
 from tiercel.models.mtp import MtpHead
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
@@ -43,6 +50,7 @@ class DecoderBuilder:
         self.group = group
         self.weights = weights
         self.dtype = dtype
+        self.num_positions = num_positions
         factors = weights.vector("rope_factors").cpu() if weights.has("rope_factors") else None
         self.rope = {"full": rope_table(config.rope, num_positions, factors).to(weights.device)}
         if config.rope_sliding is not None:
@@ -128,12 +136,9 @@ class DecoderBuilder:
         return Linear(weight, bias, group=group)
 
     def fused_step(
-        self,
-        layers: Sequence[DecoderLayer],
-        last_update_norm: RMSNorm | None,
-        num_positions: int,
+        self, layers: Sequence[DecoderLayer], last_update_norm: RMSNorm | None = None
     ) -> FusedDecodeStep | Refusal:
-        """All layers as one kernel, or why it does not fit them."""
+        """Layers as one kernel, all or that of the draft head, or why it does not fit them."""
         if self.group.size > 1:
             return Refusal(f"{self.group.size} GPUs share the model")
         switch = switched_off().get("fused_decode_step")
@@ -141,7 +146,12 @@ class DecoderBuilder:
             return switch
         if self.weights.device.type == "cuda" and not self.weights.step_copy:
             return Refusal("there is no memory for a second copy of the weights")
-        shape = decoder_shape(self.config, num_positions)
+        sliding = tuple(layer.attention.shape.window > 0 for layer in layers)
+        shape = replace(
+            decoder_shape(self.config, self.num_positions),
+            num_layers=len(layers),
+            sliding=sliding,
+        )
         parts = []
         outputs = [layer.attn_norm.update_weight for layer in layers[1:]]
         outputs.append(None if last_update_norm is None else last_update_norm.weight)
@@ -214,7 +224,11 @@ class DecoderBuilder:
         index = self.config.num_layers
         prefix = f"layers.{index}"
         layer = self.layer(index)
-        return MtpHead(
+        step = self.fused_step([layer])
+        outcome = step.reason if isinstance(step, Refusal) else USED
+        is_gpu = self.weights.device.type == "cuda"
+        log_fused_paths({"fused_decode_step of the draft head": outcome}, is_gpu=is_gpu)
+        draft_head = MtpHead(
             embedding,
             head,
             self.norm(f"{prefix}.mtp_embed_norm"),
@@ -224,6 +238,8 @@ class DecoderBuilder:
             self.norm(f"{prefix}.mtp_norm"),
             self.native_layers([layer]),
         )
+        draft_head.fused_layer = None if isinstance(step, Refusal) else step
+        return draft_head
 
     def layer(self, index: int) -> DecoderLayer:
         """A layer by its number; that of the draft head follows the last one."""

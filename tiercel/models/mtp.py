@@ -8,6 +8,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.embedding import Embedding
+from tiercel.layers.fused_decode_step import FusedDecodeStep
 from tiercel.layers.head import Head
 from tiercel.layers.linear import Linear
 from tiercel.layers.native_layers import NativeDecoderLayers
@@ -37,6 +38,7 @@ class MtpHead:
         native_layer: NativeDecoderLayers | None = None,
     ) -> None:
         self.layer = layer
+        self.fused_layer: FusedDecodeStep | None = None  # of a single token; set where it fits
         self._native_layer = native_layer
         self._embedding = embedding
         self._head = head
@@ -45,8 +47,10 @@ class MtpHead:
         self._proj = proj
         self._norm = norm
 
-    def bind_cache(self) -> None:
-        """Take the planes that the layer's attention was given."""
+    def bind_cache(self, planes: dict[str, Tensor], group: int) -> None:
+        """Take the planes that the layer's attention was given, found through a group's tables."""
+        if self.fused_layer is not None:
+            self.fused_layer.bind_cache([planes], [group])
         if self._native_layer is not None:
             self._native_layer.bind_cache()
 
@@ -62,6 +66,8 @@ class MtpHead:
         """
         embedded = self._embed_norm(self._embedding(batch.input_ids))
         x = self._proj(torch.cat((embedded, self._hidden_norm(hidden)), dim=1)).float()
+        if self.fused_layer is not None and self.fused_layer.supports(batch):
+            return self.fused_layer(x, batch)
         if self._native_layer is not None:
             return self._native_layer(x, batch, lambda: None)
         update = self.layer(x, None, batch, self.layer.attention.plan(batch))
