@@ -40,6 +40,7 @@ REPETITIONS = 3
 # The default of each toggle.
 TOGGLES = {
     "TIERCEL_MEGAKERNEL": env.has_megakernel,
+    "TIERCEL_ONE_COPY": env.has_one_copy,
     "TIERCEL_DECODE_CHAIN": env.has_fused_layer_tail,
     "TIERCEL_INT8_ACTIVATIONS": env.has_int8_activations,
     "TIERCEL_PDL": env.has_dependent_launch,

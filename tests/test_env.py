@@ -216,6 +216,11 @@ SWITCHES = {
     "EXACT": (env.is_exact, False, {}),
     "INT8_ACTIVATIONS": (env.has_int8_activations, True, {}),
     "MEGAKERNEL": (env.has_megakernel, True, {"EXACT": "1", "INT8_ACTIVATIONS": "0"}),
+    "ONE_COPY": (
+        env.has_one_copy,
+        False,
+        {"MEGAKERNEL": "0", "EXACT": "1", "INT8_ACTIVATIONS": "0"},
+    ),
     "DECODE_CHAIN": (env.has_fused_layer_tail, True, {"EXACT": "1"}),
     "SPARSE_ATTENTION_KERNEL": (env.has_sparse_attention_kernel, True, {}),
     "INDEXER_KERNEL": (env.has_indexer_kernel, True, {}),

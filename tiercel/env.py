@@ -18,6 +18,7 @@ _SWITCHES = tuple(
     for name in (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
         *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN"),
+        *("BLOCK_KERNEL", "LINEAR_GROUP", "ONE_COPY"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *(
@@ -196,6 +197,15 @@ def has_megakernel() -> bool:
     """
     is_on = read_flag("TIERCEL_MEGAKERNEL", default=True)
     return is_on and has_int8_activations() and not is_exact()
+
+
+def has_one_copy() -> bool:
+    """Whether ``TIERCEL_ONE_COPY`` lets all kernels read the weights of the fused decode step.
+
+    Else it has a copy of its own. Off: the other kernels' speed has not been measured so. Where
+    there is no fused decode step it has no effect.
+    """
+    return read_flag("TIERCEL_ONE_COPY", default=False) and has_megakernel()
 
 
 def fused_decode_step_switch() -> str:

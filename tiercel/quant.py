@@ -36,7 +36,10 @@ class QuantTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all planes."""
+        """Bytes of all planes; in layout STEP of this matrix and its table."""
+        if self.layout is Layout.STEP:
+            table = self.planes["table"]
+            return self.shape[-2] * self.qtype.row_bytes(self.shape[-1]) + table.nbytes
         return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
 
     @property

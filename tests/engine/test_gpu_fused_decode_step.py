@@ -125,6 +125,27 @@ def test_switches_leave_it_out(path, monkeypatch, name, value):
         assert [o.outputs[0].logprobs for o in together] == [alone.logprobs] * 3
 
 
+def test_one_copy_serves_steps_of_any_size_with_the_same_bits(llm, path, monkeypatch):
+    """Of one row, of four, which the layer tail takes, and of prompts, which packed_gemm takes."""
+    together = [{"prompt_token_ids": PROMPTS[1 + i % 2][: 5 + i]} for i in range(4)]
+    expected = [run(llm, prompt) for prompt in PROMPTS]
+    expected += [output.outputs[0] for output in llm.generate(together, GREEDY)]
+    monkeypatch.setenv("TIERCEL_ONE_COPY", "1")
+    with open_llm(path) as other:
+        model = other._engine.runner.model
+        assert model.fused_decode_step is not None
+        assert model.fused_layer_tail is not None
+        stream = model.fused_decode_step.weights.stream.data
+        for layer in model.layers:
+            for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up):
+                for segment in linear.weight.segments:
+                    assert segment.tensor.planes["weights"] is stream
+        found = [run(other, prompt) for prompt in PROMPTS]
+        found += [output.outputs[0] for output in other.generate(together, GREEDY)]
+    assert [a.token_ids for a in found] == [a.token_ids for a in expected]
+    assert [a.logprobs for a in found] == [a.logprobs for a in expected]
+
+
 def test_a_lone_row_that_verifies_nothing_decodes_as_without_speculation(llm, path):
     tokens = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     plain = [run(llm, prompt, tokens).token_ids for prompt in PROMPTS]

@@ -22,8 +22,14 @@ from tiercel.kernels.packed import packed_dequantize as dequantizer
 from tiercel.kernels.packed import packed_gemm as gemm
 from tiercel.kernels.packed import packed_matvec as matvec
 from tiercel.kernels.packed.packed_types import num_units
+from tiercel.ops import linear as linear_op
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.fused_decode_step import FusedDecodeStepBuilder, Refusal, StepStream
+from tiercel.ops.fused_decode_step import (
+    FusedDecodeStepBuilder,
+    Refusal,
+    StepStream,
+    make_one_copy,
+)
 from tiercel.ops.fused_layer_tail import (
     fused_layer_tail,
     make_exchange,
@@ -232,3 +238,39 @@ def test_a_layers_tail_has_the_bits_that_planes_give(tokens, tmp_path):
         folder.mkdir()
         results.append(run_tail(weights, tokens, folder))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_linear_layers_rest_there(has_copy, monkeypatch):
+    """In two segments, q and k of one type, v of another, with the bits of planes."""
+    for name in ("has_packed_gemm", "has_packed_mmq", "has_dependent_launch"):
+        monkeypatch.setattr(linear_op, name, lambda *_: False)
+    monkeypatch.setattr(linear_op, "select_form", lambda *_: "packed")
+    builder = FusedDecodeStepBuilder(make_geometry(LAYER, (V_AND_DOWN,)), CPU)
+    rows = rows_of(LAYER)
+    parts = {
+        name: make_weight(QuantType[builder.geometry.qtype(0, name)], rows[name], 512, CPU, seed)
+        for seed, name in enumerate("qkv")
+    }
+    resting = builder.rest(0, parts)
+    x = make_tokens(3, 512, CPU)
+    results = []
+    for where in (resting, None):
+        weight = linear_op.prepare_linear(
+            list(parts.values()), torch.float16, CPU, dense_copies=has_copy, resting=where
+        )
+        layouts = [segment.tensor.layout for segment in weight.segments]
+        assert layouts == [Layout.SOA if where is None else Layout.STEP] * 2
+        assert (weight.dense is not None) == has_copy
+        results.append(linear_op.linear(x, weight))
+    assert torch.equal(*results)
+    assert resting[0].nbytes == parts["q"].nbytes + 16 * rows["q"]
+
+
+def test_only_what_every_kernel_reads_is_one_copy():
+    assert isinstance(make_one_copy(make_geometry(LAYER, (0,)), CPU), FusedDecodeStepBuilder)
+    refused = Refusal("of the shape")
+    assert make_one_copy(refused, CPU) is refused
+    made = make_one_copy(make_geometry(LAYER, (1 << 6,)), CPU)
+    assert isinstance(made, Refusal)
+    assert "Q5_K" in made.reason

@@ -1,7 +1,7 @@
 """All layers of a decoder as one kernel for a step of a single token.
 
-Its weights are a second copy, in the order in which the kernel reads them, made from the layers
-that serve all other steps.
+Its weights are in the order in which it reads them: a second copy, made from the layers that serve
+all other steps, or the only one, which those read too (`TIERCEL_ONE_COPY`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,11 @@ class FusedDecodeStep:
 
 
 def make_fused_decode_step(
-    layers: Sequence[StepLayer], shape: DecoderShape, eps: float, device: torch.device
+    layers: Sequence[StepLayer],
+    shape: DecoderShape,
+    eps: float,
+    device: torch.device,
+    builder: FusedDecodeStepBuilder | None = None,
 ) -> FusedDecodeStep | Refusal:
     """Copy the layers' weights for the kernel, or say why it does not fit shape, device or types.
 
@@ -86,7 +90,36 @@ def make_fused_decode_step(
         shape: of the decoder.
         eps: of all norms.
         device: where the weights are.
+        builder: has all matrices already, which the layers read there; None to copy theirs.
     """
+    made = builder or _copy(layers, shape, device)
+    if isinstance(made, Refusal):
+        return made
+    norms: list[Tensor] = []
+    head_norms: list[Tensor] = []
+    biases: list[Tensor] = []
+    for layer in layers:
+        norms += [layer.attn_norm, layer.mlp_norm, *layer.update_norms]
+        head_norms += layer.head_norms
+        if layer.attention.qkv.bias is not None:
+            biases.append(layer.attention.qkv.bias.float())
+    attention = layers[0].attention
+    return FusedDecodeStep(
+        made.finish(
+            norms,
+            head_norms,
+            biases,
+            _rope_tables(layers, shape),
+            eps=eps,
+            scale=attention.shape.scale,
+        )
+    )
+
+
+def _copy(
+    layers: Sequence[StepLayer], shape: DecoderShape, device: torch.device
+) -> FusedDecodeStepBuilder | Refusal:
+    """The layers' matrices a second time."""
     refusal = refuse_shape(shape) or refuse_device(device)
     if refusal is not None:
         return refusal
@@ -99,26 +132,9 @@ def make_fused_decode_step(
     if isinstance(geometry, Refusal):
         return geometry
     builder = FusedDecodeStepBuilder(geometry, device)
-    norms: list[Tensor] = []
-    head_norms: list[Tensor] = []
-    biases: list[Tensor] = []
-    for index, (layer, cut) in enumerate(zip(layers, known, strict=True)):
+    for index, cut in enumerate(known):
         builder.add(index, {name: part.in_file_layout() for name, part in cut.items()})
-        norms += [layer.attn_norm, layer.mlp_norm, *layer.update_norms]
-        head_norms += layer.head_norms
-        if layer.attention.qkv.bias is not None:
-            biases.append(layer.attention.qkv.bias.float())
-    attention = layers[0].attention
-    return FusedDecodeStep(
-        builder.finish(
-            norms,
-            head_norms,
-            biases,
-            _rope_tables(layers, shape),
-            eps=eps,
-            scale=attention.shape.scale,
-        )
-    )
+    return builder
 
 
 def _rope_tables(layers: Sequence[StepLayer], shape: DecoderShape) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ class Decoder:
         self.norm = builder.norm("norm")
         self.head = builder.head()
         # One kernel for a single token, where it fits.
-        step = builder.fused_step(self.layers, self.last_update_norm)
+        step = builder.fused_step(self.layers, self.last_update_norm, builder.step)
         self.fused_decode_step: FusedDecodeStep | None = None if isinstance(step, Refusal) else step
         # From attention to attention in one kernel for a few tokens, where it fits.
         chain = builder.fused_tail(self.layers)

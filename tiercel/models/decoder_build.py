@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from tiercel.env import has_one_copy
 from tiercel.layers.attention import Attention, AttentionShape, HeadNorms
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.embedding import Embedding
@@ -23,15 +26,23 @@ from tiercel.models.fused_paths import (
     USED,
     decoder_shape,
     log_fused_paths,
+    step_geometry,
     switched_off,
     unsupported_part,
 )
 from tiercel.models.mtp import MtpHead
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
-from tiercel.ops.fused_decode_step import Refusal
+from tiercel.ops.fused_decode_step import (
+    FusedDecodeStepBuilder,
+    Refusal,
+    make_one_copy,
+    refuse_device,
+)
 from tiercel.ops.linear import prepare_linear, rounds_activations
 from tiercel.parallel import SINGLE, Group
+
+_LOG: Final = logging.getLogger(__name__)
 
 
 class DecoderBuilder:
@@ -52,9 +63,26 @@ class DecoderBuilder:
         self.dtype = dtype
         self.num_positions = num_positions
         factors = weights.vector("rope_factors").cpu() if weights.has("rope_factors") else None
+        self.step = self._one_copy(num_positions)
         self.rope = {"full": rope_table(config.rope, num_positions, factors).to(weights.device)}
         if config.rope_sliding is not None:
             self.rope["sliding"] = rope_table(config.rope_sliding, num_positions).to(weights.device)
+
+    def _one_copy(self, num_positions: int) -> FusedDecodeStepBuilder | None:
+        """Where all packed weights of the layers rest, if one copy serves every kernel."""
+        device = self.weights.device
+        if not has_one_copy() or device.type != "cuda":
+            return None
+        refusal = refuse_device(device)
+        if self.group.size > 1:
+            refusal = Refusal(f"{self.group.size} GPUs share the model")
+        elif self.dtype != torch.float16:
+            refusal = Refusal(f"dtype is {self.dtype}, not float16".replace("torch.", ""))
+        made = refusal or make_one_copy(step_geometry(self.weights.source, num_positions), device)
+        if isinstance(made, FusedDecodeStepBuilder):
+            return made
+        _LOG.info("TIERCEL_ONE_COPY: not used: %s", made.reason)
+        return None
 
     def sample_layers(self) -> list[int]:
         """Indices of the first layer, which adds no update, and of one layer of each later kind.
@@ -123,11 +151,16 @@ class DecoderBuilder:
         group: ranks that have other columns of them, and of the input.
         """
         tensors = [self.weights.file_tensor(f"{prefix}.{part}.weight") for part in parts]
+        index = int(prefix.rpartition(".")[2])
+        resting = None
+        if self.step is not None and index < self.config.num_layers:  # no draft head's
+            resting = self.step.rest(index, dict(zip(parts, tensors, strict=True)))
         weight = prepare_linear(
             tensors,
             self.dtype,
             self.weights.device,
             dense_copies=self.weights.dense_copies,
+            resting=resting,
         )
         names = [f"{prefix}.{part}.bias" for part in parts]
         if not self.weights.has(names[0]):
@@ -136,15 +169,25 @@ class DecoderBuilder:
         return Linear(weight, bias, group=group)
 
     def fused_step(
-        self, layers: Sequence[DecoderLayer], last_update_norm: RMSNorm | None = None
+        self,
+        layers: Sequence[DecoderLayer],
+        last_update_norm: RMSNorm | None = None,
+        resting: FusedDecodeStepBuilder | None = None,
     ) -> FusedDecodeStep | Refusal:
-        """Layers as one kernel, all or that of the draft head, or why it does not fit them."""
+        """Layers as one kernel, all or that of the draft head, or why it does not fit them.
+
+        Args:
+            layers: of the decoder, or the draft head's.
+            last_update_norm: after the last layer's MLP, if there is one.
+            resting: where the layers' weights are, if that is their only copy.
+        """
         if self.group.size > 1:
             return Refusal(f"{self.group.size} GPUs share the model")
         switch = switched_off().get("fused_decode_step")
         if switch is not None:
             return switch
-        if self.weights.device.type == "cuda" and not self.weights.step_copy:
+        has_room = resting is not None or self.weights.step_copy
+        if self.weights.device.type == "cuda" and not has_room:
             return Refusal("there is no memory for a second copy of the weights")
         sliding = tuple(layer.attention.shape.window > 0 for layer in layers)
         shape = replace(
@@ -168,7 +211,9 @@ class DecoderBuilder:
                     tuple(weight for weight in update_norms if weight is not None),
                 )
             )
-        return make_fused_decode_step(parts, shape, self.config.norm_eps, self.weights.device)
+        return make_fused_decode_step(
+            parts, shape, self.config.norm_eps, self.weights.device, resting
+        )
 
     def fused_tail(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | Refusal:
         """From attention to attention as one kernel, or why it does not fit them."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiercel import env
 from tiercel.kernels.fused import fused_decode_step_geometry, fused_layer_tail_geometry
-from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape
+from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape, StepGeometry
 from tiercel.kernels.fused.fused_layer_tail_geometry import Matrix
 from tiercel.kernels.fused.fused_refusal import Refusal
 
@@ -93,6 +93,17 @@ def refuse_model(source: ModelSource, num_sms: int = HOPPER_SMS) -> dict[str, Re
 
 
 def _refuse_step(source: ModelSource) -> Refusal | None:
+    found = step_geometry(source, source.config.max_position)
+    return found if isinstance(found, Refusal) else None
+
+
+def step_geometry(source: ModelSource, max_tokens: int) -> StepGeometry | Refusal:
+    """How the kernel of whole steps deals out a dense decoder, or why it does not fit.
+
+    Args:
+        source: a checked file.
+        max_tokens: of a context.
+    """
     config = source.config
     types = [
         {
@@ -101,9 +112,7 @@ def _refuse_step(source: ModelSource) -> Refusal | None:
         }
         for index in range(config.num_layers)
     ]
-    shape = decoder_shape(config, config.max_position)
-    found = fused_decode_step_geometry.partition(shape, types)
-    return found if isinstance(found, Refusal) else None
+    return fused_decode_step_geometry.partition(decoder_shape(config, max_tokens), types)
 
 
 def _refuse_tails(source: ModelSource, num_sms: int) -> Refusal | None:

@@ -228,6 +228,25 @@ class FusedDecodeStepBuilder:
         return weights
 
 
+def make_one_copy(
+    geometry: StepGeometry | Refusal, device: torch.device
+) -> FusedDecodeStepBuilder | Refusal:
+    """The weights of a step in which all kernels find theirs, or why some would not.
+
+    Args:
+        geometry: of the decoder, or why there is none.
+        device: of the weights.
+    """
+    if isinstance(geometry, Refusal):
+        return geometry
+    for qtype in geometry.types:
+        if qtype not in READ_TYPES:
+            return Refusal(
+                f"a matrix is {qtype}, which other kernels do not read from the step's weights"
+            )
+    return FusedDecodeStepBuilder(geometry, device)
+
+
 def _every_second(both: QuantTensor, first: int) -> QuantTensor:
     """Rows of gate, or of up, of the two in layout STEP."""
     planes = both.planes | {"table": both.planes["table"][:, first::2].contiguous()}

@@ -49,6 +49,7 @@ from tiercel.ops.packed_gemm import (
 )
 from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
 from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
+from tiercel.ops.packed_repack import join_step
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.resting import NATIVE_FORMS, STORED, head_dtype, keeps_q8_planes, select_form
@@ -138,6 +139,7 @@ def prepare_linear(
     wide: bool = False,
     dense_copies: bool = True,
     reads_q8: bool = False,
+    resting: Sequence[QuantTensor] | None = None,
 ) -> LinearWeight:
     """Bring matrices with a common input to the device and into the form that `linear` reads.
 
@@ -151,6 +153,7 @@ def prepare_linear(
             none beside block formats.
         reads_q8: whether Q8_0 on a GPU in bfloat16 rests in planes that a few tokens read, and
             dense copies beside them like packed weights.
+        resting: the parts in layout STEP, where packed weights rest; None for planes of their own.
 
     Raises:
         ArgumentError: in_features differ, or a part is a stack.
@@ -166,7 +169,9 @@ def prepare_linear(
     shape = (sum(part.shape[0] for part in parts), in_features)
     if any(form(part) == "packed" for part in parts):
         out_dtype = torch.float32 if wide else dtype
-        return _prepare_packed(parts, dtype, out_dtype, device, dense_copies=dense_copies)
+        return _prepare_packed(
+            parts, dtype, out_dtype, device, dense_copies=dense_copies, resting=resting
+        )
     if reads_q8 and any(_is_q8(part, dtype, device) for part in parts):
         return _prepare_q8(parts, dtype, device, dense_copies=dense_copies)
     segments: list[Segment] = []
@@ -265,27 +270,31 @@ def _prepare_packed(
     device: torch.device,
     *,
     dense_copies: bool,
+    resting: Sequence[QuantTensor] | None = None,
 ) -> LinearWeight:
     """Parts on a GPU of which some stay packed; dense parts are views of the dense copy, if any."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-    layout = Layout.SOA if has_q4k_soa() else Layout.FILE
+    layout = _packed_layout(resting)
     is_dependent = has_dependent_launch(device)
     moved = [part.to(device) for part in parts]
     dense_copies = dense_copies and not any(part.qtype in STORED for part in parts)
     dense = torch.empty(shape, dtype=dtype, device=device) if dense_copies else None
     segments: list[Segment] = []
     row = 0
-    for qtype, members in groupby(moved, key=lambda part: part.qtype):
+    pairs = zip(moved, resting or moved, strict=True)
+    for qtype, members in groupby(pairs, key=lambda pair: pair[0].qtype):
+        run, rests = zip(*members, strict=True)
         if qtype in STORED:
-            segments.extend(join_rows(list(members)))
+            segments.extend(join_rows(run))
             continue
-        data = [part.planes["data"] for part in members]
+        data = [part.planes["data"] for part in run]
         joined = data[0] if len(data) == 1 else torch.cat(data)
         whole = QuantTensor(qtype, Layout.FILE, (joined.shape[0], shape[1]), {"data": joined})
         rows = slice(row, row + joined.shape[0])
         row += joined.shape[0]
         if qtype in PLANES:
-            segments.append(prepare_packed(whole, layout, out_dtype, is_dependent=is_dependent))
+            rest = whole if resting is None else join_step(rests)
+            segments.append(prepare_packed(rest, layout, out_dtype, is_dependent=is_dependent))
             if dense is not None:
                 dense[rows] = dequantize(whole, dtype)
         elif dense is not None:
@@ -293,16 +302,34 @@ def _prepare_packed(
             segments.append(dense[rows])
         else:
             segments.append(dequantize(whole, dtype))
+    limits = _load_paths(segments, out_dtype, device, has_copy=dense is not None)
+    reads_blocks = not block_op.device_refusal(device)
+    return LinearWeight(tuple(segments), shape, dense, *limits, reads_blocks)
+
+
+def _packed_layout(resting: Sequence[QuantTensor] | None) -> Layout:
+    if resting is not None:
+        return Layout.STEP
+    return Layout.SOA if has_q4k_soa() else Layout.FILE
+
+
+def _load_paths(
+    segments: Sequence[Segment], out_dtype: torch.dtype, device: torch.device, *, has_copy: bool
+) -> PathRows:
+    """Load the kernels of packed segments, and say which serves how many rows."""
     packed = [segment for segment in segments if isinstance(segment, PackedWeight)]
     can_fuse = has_packed_gemm(device) and all(is_read(segment) for segment in packed)
-    can_mmq = all(has_packed_mmq(segment.tensor.qtype, device) for segment in packed)
+    can_mmq = all(
+        segment.tensor.layout is not Layout.STEP and has_packed_mmq(segment.tensor.qtype, device)
+        for segment in packed
+    )
     limits = select_rows(
-        has_copy=dense is not None,
+        has_copy=has_copy,
         has_fused=has_fused_gemm() and can_fuse,
         has_mmq=has_prefill_mmq() and can_mmq,
         uses_gemm=has_prefill_gemm(),
     )
-    if dense is not None:
+    if has_copy:
         most = [FUSED_ROWS_OF.get(segment.tensor.qtype, limits.fused) for segment in packed]
         limits = limits._replace(fused=min([limits.fused, *most]))
     for segment in packed:
@@ -310,8 +337,7 @@ def _prepare_packed(
             load_packed_gemm(segment, out_dtype)
         if limits.mmq:
             load_packed_mmq(segment, out_dtype)
-    reads_blocks = not block_op.device_refusal(device)
-    return LinearWeight(tuple(segments), shape, dense, *limits, reads_blocks)
+    return limits
 
 
 def _is_q8(part: QuantTensor, dtype: torch.dtype, device: torch.device) -> bool:
