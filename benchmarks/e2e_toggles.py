@@ -59,6 +59,7 @@ TOGGLES = {
     "TIERCEL_MHC_STEP": env.has_mhc_step,
     "TIERCEL_ROPE_KERNEL": env.has_rope_kernel,
     "TIERCEL_ROUTE_KERNEL": env.has_route_kernel,
+    "TIERCEL_MOE_ROUTE": env.has_moe_route,
     "TIERCEL_COMPRESS_KERNEL": env.has_compress_kernel,
     "TIERCEL_SPARSE_ATTENTION_KERNEL": env.has_sparse_attention_kernel,
     "TIERCEL_INDEXER_KERNEL": env.has_indexer_kernel,

@@ -27,7 +27,7 @@ _WATCHED = {
     "compressed_attention": ("multiply_chain", "latent_rope", "sparse_attention"),
     "latent_cache": ("latent_step_write", "latent_rope"),
     "indexer": ("indexer_topk",),
-    "moe": ("multiply_chain", "moe_route", "moe_route_hash", "moe_experts"),
+    "moe": ("multiply_chain", "moe_experts_routed"),
 }
 _LONGEST = 8192  # of sequences in traced steps: one number for all, as in the engine's graphs
 

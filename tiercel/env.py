@@ -21,15 +21,8 @@ _SWITCHES = tuple(
         *("BLOCK_KERNEL", "LINEAR_GROUP", "ONE_COPY"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
-        *(
-            "MOE_GEMM",
-            "MHC_KERNEL",
-            "MHC_STEP",
-            "ROPE_KERNEL",
-            "ROUTE_KERNEL",
-            "COMPRESS_KERNEL",
-            "NATIVE",
-        ),
+        *("MOE_GEMM", "MOE_ROUTE", "MHC_KERNEL", "MHC_STEP", "ROPE_KERNEL", "ROUTE_KERNEL"),
+        *("COMPRESS_KERNEL", "NATIVE"),
         *("SMALL_ALL_REDUCE", "CPU_RANKS"),
     )
 )
@@ -255,6 +248,14 @@ def has_rope_kernel() -> bool:
 def has_route_kernel() -> bool:
     """Whether ``TIERCEL_ROUTE_KERNEL`` allows the kernels of V4's router, likewise."""
     return read_flag("TIERCEL_ROUTE_KERNEL", default=True)
+
+
+def has_moe_route() -> bool:
+    """Whether ``TIERCEL_MOE_ROUTE`` lets the experts' kernel choose them, of a few tokens.
+
+    ``TIERCEL_ROUTE_KERNEL`` can forbid it too.
+    """
+    return read_flag("TIERCEL_MOE_ROUTE", default=True) and has_route_kernel()
 
 
 def has_compress_kernel() -> bool:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 TOGGLES = [
     f"TIERCEL_{name}"
     for name in (
-        *("LINEAR_CHAIN", "MHC_STEP"),
+        *("LINEAR_CHAIN", "MHC_STEP", "MOE_ROUTE"),
         *("LINEAR_GROUP", "BLOCK_KERNEL", "MOE_KERNEL", "MOE_TILES", "MOE_GEMM", "MHC_KERNEL"),
         *("ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "SPARSE_ATTENTION_KERNEL"),
         "INDEXER_KERNEL",

@@ -10,7 +10,7 @@ from tiercel import LLM
 PRODUCTS = {
     *("mhc.mhc_mix_pre", "mhc.mhc_mix_step", "mhc.mhc_mix_collapse", "wo", "logits"),
     *("compressed_attention.multiply_chain", "moe.multiply_chain"),
-    *("moe.moe_experts", "mtp._embed_proj", "mtp._hidden_proj", "mtp.logits"),
+    *("moe.moe_experts_routed", "mtp._embed_proj", "mtp._hidden_proj", "mtp.logits"),
 }
 
 

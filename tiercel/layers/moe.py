@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tiercel.layers.linear import Linear
 from tiercel.layers.linear_group import GateUp, Then, multiply_chain
-from tiercel.ops.moe_experts import moe_experts
+from tiercel.ops.moe_experts import RouteInput, moe_experts_routed
 from tiercel.ops.moe_experts_torch import Experts
-from tiercel.ops.moe_route import moe_route, moe_route_hash
 from tiercel.parallel import SINGLE, Group
 
 
@@ -34,17 +33,9 @@ class Router:
     topk: int
     scale: float
 
-    def __call__(
-        self, logits: Tensor, token_ids: Tensor, own: range | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Experts (T, topk) int64 and their weights (T, topk) float32, of logits of `gate`.
-
-        own: experts that this rank has, see `ops.moe_route`; None: all.
-        """
-        if self.table is not None:
-            return moe_route_hash(logits, self.table, token_ids, scale=self.scale, own=own)
-        assert self.bias is not None, "a router has a bias or a table"
-        return moe_route(logits, self.bias, topk=self.topk, scale=self.scale, own=own)
+    def choice(self, logits: Tensor, token_ids: Tensor) -> RouteInput:
+        """What experts are chosen from: logits of `gate`, and the input tokens (T,) int32."""
+        return RouteInput(logits, self.bias, self.table, token_ids, self.topk, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +100,12 @@ class MoE:
         parts: list[Linear | GateUp] = [self.router.gate, GateUp(shared.gate_up, shared.limit)]
         then = Then([shared.down], shared.tickets, source=1, is_wide=True)
         (logits, _), (added,) = multiply_chain(x, parts, then)
-        ids, weights = self.router(logits, token_ids, self.own)
-        return moe_experts(
+        return moe_experts_routed(
             x,
-            ids,
-            weights,
+            self.router.choice(logits, token_ids),
             self.experts,
             limit=self.limit,
+            own=self.own,
             rounds_activations=self.rounds_activations,
             out_dtype=torch.float32,  # the sum of both is rounded once
             num_ranks=1 if self.own is None else self.group.size,

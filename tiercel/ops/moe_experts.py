@@ -11,14 +11,25 @@ from tiercel import env
 from tiercel.errors import ArgumentError
 from tiercel.kernels.moe import moe_experts_gemm as gemm
 from tiercel.kernels.moe import moe_experts_tiles as tiles
+from tiercel.kernels.moe.moe_experts_tiles import RouteInput
 from tiercel.kernels.moe.stack_planes import MAX_SORTED, StackPlanes
 from tiercel.kernels.packed.packed_matvec import device_limits
 from tiercel.kernels.runtime.rtc import is_dependent
 from tiercel.ops import moe_experts_torch as torch_ops
 from tiercel.ops.moe_experts_torch import Experts
+from tiercel.ops.moe_route import moe_route, moe_route_hash
 from tiercel.quant import QuantTensor
 from tiercel.quant_tiles import MOST_E8M0, tile_stack
 from tiercel.quant_types import Layout, QuantType
+
+__all__ = [
+    "RouteInput",
+    "clamped_swiglu",
+    "moe_experts",
+    "moe_experts_routed",
+    "rest_experts",
+    "tiles_refusal",
+]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of a tile for the kernels, and the pairs an expert has on average from which they are many.
@@ -122,7 +133,7 @@ def moe_experts(
         return out
     stacks = None
     if experts.tickets is not None and x.dtype == torch.bfloat16 and not rounds_activations:
-        run_tiles(out, x, ids, weights, experts, limit, num_ranks, addend)
+        run_tiles(out, x, (ids, weights), experts, limit, num_ranks, addend)
         return out
     if x.is_cuda and not rounds_activations and env.has_moe_kernel():
         stacks = kernel_stacks(experts, x.dtype)
@@ -138,6 +149,75 @@ def moe_experts(
 def _add(out: Tensor, addend: Tensor | None) -> Tensor:
     """A result with what no kernel has added to it."""
     return out if addend is None else out.add_(addend)
+
+
+def moe_experts_routed(
+    x: Tensor,
+    routing: RouteInput,
+    experts: Experts,
+    *,
+    limit: float | None,
+    own: range | None = None,
+    rounds_activations: bool = False,
+    out_dtype: torch.dtype | None = None,
+    num_ranks: int = 1,
+    addend: Tensor | None = None,
+) -> Tensor:
+    """`moe_experts` of the experts that a router chooses, in one launch for a few tokens.
+
+    Args:
+        x: as the others of `moe_experts`.
+        routing: what `moe_route` or `moe_route_hash` chooses from.
+        experts: see `moe_experts`.
+        limit: see `moe_experts`.
+        own: of the router; see `moe_route`.
+        rounds_activations: see `moe_experts`.
+        out_dtype: see `moe_experts`.
+        num_ranks: see `moe_experts`.
+        addend: see `moe_experts`.
+
+    Returns:
+        See `moe_experts`.
+
+    Raises:
+        ArgumentError: as `moe_experts` and the router.
+
+    Source: as both.
+    """
+    can_route = own is None and x.dtype == torch.bfloat16 and not rounds_activations
+    if can_route and x.shape[0] and not routed_refusal(routing, experts):
+        _check_limit("moe_experts", limit)
+        out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
+        _check_addend(addend, out)
+        run_tiles(out, x, routing, experts, limit, num_ranks, addend)
+        return out
+    if routing.table is not None:
+        args = (routing.logits, routing.table, routing.token_ids)
+        ids, weights = moe_route_hash(*args, scale=routing.scale, own=own)
+    else:
+        assert routing.bias is not None, "a router has a bias or a table"
+        ids, weights = moe_route(
+            routing.logits, routing.bias, topk=routing.topk, scale=routing.scale, own=own
+        )
+    return moe_experts(
+        x,
+        ids,
+        weights,
+        experts,
+        limit=limit,
+        rounds_activations=rounds_activations,
+        out_dtype=out_dtype,
+        num_ranks=num_ranks,
+        addend=addend,
+    )
+
+
+def routed_refusal(routing: RouteInput, experts: Experts) -> str:
+    """Why the experts' kernel does not choose them itself; "" if it does."""
+    if not env.has_moe_route() or experts.tickets is None:
+        return "TIERCEL_MOE_ROUTE=0, or the experts do not rest in layout TILES"
+    shape = _tiles_shape(experts, routing.topk)
+    return tiles.route_refusal(routing, shape, device_limits(routing.logits.device))
 
 
 def kernel_stacks(
@@ -212,8 +292,7 @@ def _is_mxfp4(stack: Tensor | QuantTensor) -> TypeGuard[QuantTensor]:
 def run_tiles(
     out: Tensor,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
+    pairs: tuple[Tensor, Tensor] | RouteInput,
     experts: Experts,
     limit: float | None,
     num_ranks: int = 1,
@@ -224,20 +303,20 @@ def run_tiles(
     Args:
         out: (T, hidden) float, written; T > 0.
         x: (T, hidden) bfloat16.
-        ids: (T, topk) int64.
-        weights: (T, topk) float32.
+        pairs: ids (T, topk) int64 and weights (T, topk) float32, or what the kernel finds them
+            from, which `route_refusal` does not refuse.
         experts: of `rest_experts`.
         limit: of the clamped SwiGLU; None for no clamp.
         num_ranks: see `moe_experts`.
         addend: see `moe_experts`.
     """
-    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    num_pairs, (num_experts, inter, hidden) = ids.numel(), experts.w1.shape
+    x, (num_experts, inter, hidden) = x.contiguous(), experts.w1.shape
     stacks = [tile_planes(stack) for stack in (experts.w1, experts.w3, experts.w2)]
-    shape = tiles.ExpertsShape(
-        num_experts, hidden, inter, ids.shape[1], stacks[0].kind, stacks[2].kind
-    )
-    limits = device_limits(x.device)
+    if isinstance(pairs, RouteInput):
+        _launch_tiles(out, x, pairs, None, experts, stacks, limit, num_ranks, addend)
+        return
+    ids, weights = pairs[0].contiguous(), pairs[1].contiguous()
+    num_pairs, shape = ids.numel(), _tiles_shape(experts, ids.shape[1])
     capability = torch.cuda.get_device_capability(x.device)
     if env.has_moe_gemm() and not gemm.gemm_refusal(shape, num_pairs // num_ranks, capability):
         configs = gemm.select_gemm(shape.gate), gemm.select_gemm(shape.down)
@@ -250,22 +329,52 @@ def run_tiles(
         )  # fmt: skip
         _add(out, addend)
         return
-    config = tiles.select_tiles(shape, x.shape[0], limits)
-    assert config is not None, "rest_experts refuses it"
-    assert experts.tickets is not None, "rest_experts made them"
-    chunks, tickets = None, experts.tickets
+    chunks = None
     if num_pairs > tiles.MOST_FOLDED:
-        num_chunks = torch_ops.most_tiles(num_pairs, num_experts, config.columns)
-        made = torch_ops.make_tiles(ids, num_experts, config.columns, num_chunks)
+        columns = _tiles_config(shape, x).columns
+        num_chunks = torch_ops.most_tiles(num_pairs, num_experts, columns)
+        made = torch_ops.make_tiles(ids, num_experts, columns, num_chunks)
         chunks = (made.experts, made.pairs)
-        count = tiles.num_tickets(num_chunks)
+    _launch_tiles(out, x, (ids, weights), chunks, experts, stacks, limit, num_ranks, addend)
+
+
+def _tiles_shape(experts: Experts, topk: int) -> tiles.ExpertsShape:
+    num_experts, inter, hidden = experts.w1.shape
+    gate, down = tile_planes(experts.w1), tile_planes(experts.w2)
+    return tiles.ExpertsShape(num_experts, hidden, inter, topk, gate.kind, down.kind)
+
+
+def _tiles_config(shape: tiles.ExpertsShape, x: Tensor) -> tiles.TilesConfig:
+    config = tiles.select_tiles(shape, x.shape[0], device_limits(x.device))
+    assert config is not None, "rest_experts refuses it"
+    return config
+
+
+def _launch_tiles(
+    out: Tensor,
+    x: Tensor,
+    pairs: tuple[Tensor, Tensor] | RouteInput,
+    chunks: tuple[Tensor, Tensor] | None,
+    experts: Experts,
+    stacks: list[StackPlanes],
+    limit: float | None,
+    num_ranks: int,
+    addend: Tensor | None,
+) -> None:
+    """By the kernel of few tokens, with chunks of pairs that it does not sort."""
+    topk = pairs.topk if isinstance(pairs, RouteInput) else pairs[0].shape[1]
+    shape, num_pairs = _tiles_shape(experts, topk), x.shape[0] * topk
+    assert experts.tickets is not None, "rest_experts made them"
+    tickets = experts.tickets
+    if chunks is not None:
+        count = tiles.num_tickets(chunks[0].shape[0])
         tickets = torch.zeros(count, dtype=torch.int32, device=x.device)
-    h = torch.empty((num_pairs, inter), dtype=x.dtype, device=x.device)
-    y = _make_results(num_pairs, hidden, x.device, num_ranks)
+    h = torch.empty((num_pairs, shape.inter), dtype=x.dtype, device=x.device)
+    y = _make_results(num_pairs, shape.hidden, x.device, num_ranks)
     added = addend is not None and addend.dtype == torch.float32 and addend.is_contiguous()
     tiles.launch_moe_experts_tiles(
-        out, x, ids, weights, chunks, stacks, limit, (h, y, tickets), config,
-        num_sms=limits.num_sms, is_dependent=is_dependent(x.device),
+        out, x, pairs, chunks, stacks, limit, (h, y, tickets), _tiles_config(shape, x),
+        num_sms=device_limits(x.device).num_sms, is_dependent=is_dependent(x.device),
         addend=addend if added else None,
     )  # fmt: skip
     if not added:

@@ -18,6 +18,8 @@ DEV void mma_digits(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+DEV u32 warp_largest(u32 v) { return __reduce_max_sync(~0u, v); }
+DEV u32 warp_least(u32 v) { return __reduce_min_sync(~0u, v); }
 DEV void sts1(u32 a, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 DEV u32 fma_bf16(u32 a, u32 b, u32 c) {
   u32 d;
