@@ -19,6 +19,10 @@ What could tell ranks apart is decided by rank 0 or agreed on:
     Ctrl-C within a step
     faults on demand           count the same steps; those of one rank alone end the engine
 
+Where ranks have requests of their own (data-parallel attention), that holds too: every rank plans
+for all, computes its own rows, and gets the results of the others when a step is collected
+(`runner/joint_runner.py`). The clock of a request's rank then decides whether its mask is late.
+
 The message of a step leaves while the step before it runs on the device, and another rank only
 waits for it where it has nothing left to enqueue. A check word over all sampled ids shows when
 ranks have come apart all the same.
