@@ -32,7 +32,7 @@ class LlamaBench:
         found = self._run(prompt_tokens=0, new_tokens=1, depth=0)
         return {
             "engine": "llama_bench",
-            "build": f"{found['build_number']}, {found['build_commit']}",
+            "llama_cpp": f"{found['build_commit']}, llama-bench",
             "processor": found["cpu_info"],
             "backends": found["backends"],
             "flash_attention": str(found["flash_attn"]),
