@@ -1,4 +1,6 @@
-"""Whole decode steps (Q4_K_M) in one launch: Qwen3-8B by depth, other sizes at depth 1,024.
+"""Whole decode steps in one launch: Qwen3-8B in Q4_K_M by depth, others at depth 1,024.
+
+Every size that fits in its usual mixture of types, and some in others.
 
     python -m benchmarks.fused_decode_step --out benchmarks/results/decode_step_h200.json
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.model_shapes import SHAPES, decoder_shape, has_more_bits
+from benchmarks.model_shapes import SHAPES, decoder_shape, step_types
 from benchmarks.op_timing import Case, main, relative_error
 from benchmarks.packed_matvec import random_part
 from tiercel.batch import Batch
@@ -24,6 +26,7 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     MATRICES,
     StepGeometry,
     make_geometry,
+    make_mask,
     refuse_shape,
 )
 from tiercel.kernels.fused.fused_decode_step_stream import StreamLayout
@@ -42,8 +45,16 @@ from tiercel.reference import fused_decode_step as oracle
 MAIN = "qwen3-8b"
 DEPTHS = (0, 1024, 8192, 32767)
 DEPTH = 1024  # of the other sizes
+OTHER_MIXTURES = {
+    "qwen3-8b": ("Q8_0", "Q4_0", "IQ4_XS"),
+    "qwen3-4b": ("Q8_0", "Q4_0", "IQ4_XS"),
+    "llama3-8b": ("Q8_0", "Q4_0", "IQ4_XS"),
+    "gemma3-1b": ("Q4_0", "Q8_0"),
+    "gemma3-4b": ("Q4_0", "Q8_0", "IQ4_XS"),
+    "gemma3-12b": ("Q4_0",),
+    "gemma3-27b": ("Q4_0",),
+}
 EPS, SCALE = 1e-6, 128**-0.5
-V_AND_DOWN = 1 << 2 | 1 << 5
 
 
 @dataclass(frozen=True)
@@ -68,17 +79,16 @@ class Inputs:
     batch: Batch
 
 
-def find_geometry(name: str) -> StepGeometry:
-    """The geometry of a size in the types of Q4_K_M."""
-    shape = decoder_shape(name)
-    masks = [V_AND_DOWN * has_more_bits(i, shape.num_layers) for i in range(shape.num_layers)]
-    return make_geometry(shape, masks)
+def find_geometry(name: str, mixture: str) -> StepGeometry:
+    """The geometry of a size in a mixture of types."""
+    masks = [make_mask(types) for types in step_types(name, mixture)]
+    return make_geometry(decoder_shape(name), masks)
 
 
 @functools.lru_cache(maxsize=1)  # one fits the memory beside the caches
-def make_model(name: str, device: torch.device) -> Model:
+def make_model(name: str, mixture: str, device: torch.device) -> Model:
     """Random weights of the real shapes; layers of the same types have the same ones."""
-    geometry = find_geometry(name)
+    geometry = find_geometry(name, mixture)
     shape, masks = geometry.shape, geometry.masks
     layers, hidden = shape.num_layers, shape.hidden_size
     builder = FusedDecodeStepBuilder(geometry, device)
@@ -88,7 +98,7 @@ def make_model(name: str, device: torch.device) -> Model:
     for mask in sorted(set(masks)):
         kinds[mask] = {}
         for i, matrix in enumerate(MATRICES):
-            qtype = QuantType.Q6_K if mask >> i & 1 else QuantType.Q4_K
+            qtype = QuantType[geometry.qtype(masks.index(mask), matrix)]
             size = (rows.get(matrix, shape.intermediate_size), columns.get(matrix, hidden))
             count = 2 if matrix == "gate_up" else 1
             seeds = range(mask + 100 * i, mask + 100 * i + count)
@@ -99,12 +109,13 @@ def make_model(name: str, device: torch.device) -> Model:
     ones = torch.ones(hidden, device=device)
     angles = torch.rand(1, shape.head_dim // 2, device=device)
     rope = torch.stack((angles.cos(), angles.sin()), dim=1)
-    is_normed, is_biased = SHAPES[name].arch == "qwen3", SHAPES[name].arch == "qwen2"
+    is_normed = SHAPES[name].arch in ("qwen3", "gemma3")
+    is_biased = SHAPES[name].arch == "qwen2"
     head_norms = [torch.ones(shape.head_dim, device=device)] * 2 * layers if is_normed else []
     biases = [torch.zeros(shape.q_size + 2 * shape.kv_size, device=device)] * layers
-    norms = [ones] * 2 * layers
+    norms = [ones] * (4 if shape.has_update_norms else 2) * layers
     weights = builder.finish(
-        norms, head_norms, biases if is_biased else [], rope, eps=EPS, scale=SCALE
+        norms, head_norms, biases if is_biased else [], (rope, rope), eps=EPS, scale=SCALE
     )
     return Model(weights, parts)
 
@@ -162,37 +173,46 @@ class OracleLayers:
             for name in MATRICES
             for own, part in zip(names[name], matrices[name], strict=True)
         }
-        weights = self.model.weights
-        dense |= dict(zip(("attn_norm", "mlp_norm"), weights.norms[2 * layer :], strict=False))
+        weights, shape = self.model.weights, self.model.geometry.shape
+        names_of_norms = ("attn_norm", "mlp_norm", "attn_update_norm", "mlp_update_norm")
+        norms = weights.norms.unflatten(0, (shape.num_layers, -1))[layer]
+        dense |= dict(zip(names_of_norms, norms, strict=False))
         if weights.head_norms is not None:
             dense |= dict(zip(("q_norm", "k_norm"), weights.head_norms[layer], strict=True))
         depth = int(inputs.batch.seq_lens[0]) - 1
+        slides = bool(shape.sliding) and shape.sliding[layer]
+        first = max(0, depth + 1 - shape.window) if slides else 0
         blocks = inputs.batch.block_tables[0, 0].long()
         for name, planes in (("keys", inputs.caches.k), ("values", inputs.caches.v)):
-            dense[name] = planes[layer][blocks].flatten(0, 1)[:depth]
+            dense[name] = planes[layer][blocks].flatten(0, 1)[first:depth]
         return dense
 
 
-def make_case(name: str, depth: int, device: torch.device) -> Case:
-    """One size and depth."""
-    geometry = find_geometry(name)
+def make_case(name: str, mixture: str, depth: int, device: torch.device) -> Case:
+    """One size, mixture and depth."""
+    geometry = find_geometry(name, mixture)
     sizes = geometry.shape
-    kv_bytes = sizes.num_layers * 2 * sizes.kv_size * 2 * (depth + 1)
+    sliding = sizes.sliding or (False,) * sizes.num_layers
+    keys = sum(min(depth + 1, sizes.window) if slides else depth + 1 for slides in sliding)
+    kv_bytes = 2 * sizes.kv_size * 2 * keys
 
     def run(inputs: Inputs) -> Tensor:
-        weights = make_model(name, device).weights
+        weights = make_model(name, mixture, device).weights
         return fused_decode_step(inputs.x, weights, inputs.caches, inputs.batch)
 
     def check(inputs: Inputs) -> float:
-        model = make_model(name, device)
+        model = make_model(name, mixture, device)
         out = fused_decode_step(inputs.x, model.weights, inputs.caches, inputs.batch)
-        layers, turn = OracleLayers(model, inputs), model.weights.rope[0]
-        expected, _ = oracle.fused_decode_step(inputs.x[0], layers, turn, EPS, SCALE)
+        layers, turn = OracleLayers(model, inputs), model.weights.ropes[0][0]
+        activation = sizes.activation
+        expected, _ = oracle.fused_decode_step(
+            inputs.x[0], layers, turn, EPS, SCALE, activation=activation
+        )
         return relative_error(out[0], expected)
 
     return Case(
-        name=f"{name} Q4_K_M depth={depth}",
-        make=lambda seed: make_inputs(make_model(name, device), depth, device, seed),
+        name=f"{name} {mixture} depth={depth}",
+        make=lambda seed: make_inputs(make_model(name, mixture, device), depth, device, seed),
         run=run,
         check=check,
         tolerance=5e-2,  # codes of 8 bits that fall on the other side, over all layers
@@ -202,14 +222,17 @@ def make_case(name: str, depth: int, device: torch.device) -> Case:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """Yield one Case per depth of Qwen3-8B, then one per other size that fits."""
+    """Yield one Case per depth of Qwen3-8B, one per other size that fits, then other mixtures."""
     if device.type == "cpu":
         raise SystemExit("fused_decode_step: this kernel runs on a GPU.")
     others = [name for name in SHAPES if name != MAIN]
     for name in [MAIN, *others]:
         if refuse_shape(decoder_shape(name)) is None:
             for depth in DEPTHS if name == MAIN else (DEPTH,):
-                yield make_case(name, depth, device)
+                yield make_case(name, SHAPES[name].mixture, depth, device)
+    for name, mixtures in OTHER_MIXTURES.items():
+        for mixture in mixtures:
+            yield make_case(name, mixture, DEPTH, device)
 
 
 if __name__ == "__main__":
