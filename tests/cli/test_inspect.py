@@ -148,7 +148,14 @@ def test_memory_is_what_the_engine_will_take(facts, tmp_path, capsys, monkeypatc
             planned = weight_footprint(open_source(path), dtype, device)
             assert weights["weight_bytes"] == planned.nbytes == sum(weights["forms"].values())
     assert (found["available_bytes"], found["limit_bytes"]) == (memory.available, memory.limit)
+    # Half of v and down in Q6_K; neither embedding nor head.
+    assert found["step_copy_bytes"] == pytest.approx(4.16e9, rel=2e-2)
+    for name, left in (("ONE_COPY", 0), ("MEGAKERNEL", 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(f"TIERCEL_{name}", "1" if name == "ONE_COPY" else "0")
+            assert facts(path)["memory"]["step_copy_bytes"] == left
     assert run(["inspect", str(path)]) == 0
     text = capsys.readouterr().out
     assert "on a CPU, bfloat16     7.3 GB (4-bit planes 3.7 GB, bfloat16 2.0 GB, float16" in text
+    assert "and for a fused step   4.2 GB" in text
     assert "available here         4.8 GB, within a limit of 6.0 GB" in text

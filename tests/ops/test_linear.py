@@ -9,7 +9,8 @@ import torch
 
 from tests.dsv4_cases import FORMATS, captured, poison
 from tests.gguf_files import quantised
-from tiercel import quant
+from tiercel import env, quant
+from tiercel.cli.main import _NOTES
 from tiercel.errors import ArgumentError
 from tiercel.ops import linear as op
 from tiercel.ops import linear_torch
@@ -22,6 +23,7 @@ from tiercel.ops.linear import (
     WIDE_ROWS,
     WIDE_WEIGHTS,
     LinearWeight,
+    PathRows,
     linear,
     pick_rows,
     prepare_linear,
@@ -210,6 +212,22 @@ def assert_fills(x, weight, result):
     out = torch.full_like(result, torch.nan)
     assert linear(x, weight, out_dtype=result.dtype, out=out) is out
     assert torch.equal(out, result)
+
+
+def test_the_switch_for_equal_bits_leaves_one_kernel(monkeypatch):
+    """As `tiercel serve --help` promises: all products are those of 16 rows at a time."""
+    assert "TIERCEL_EXACT=1 gives equal bits" in " ".join(_NOTES["serve"])
+    monkeypatch.setenv("TIERCEL_EXACT", "1")
+    assert not env.has_megakernel()
+    assert not env.has_fused_layer_tail()
+    for has_copy, has_fused, has_mmq in itertools.product((False, True), repeat=3):
+        rows = select_rows(
+            has_copy=has_copy,
+            has_fused=has_fused,
+            has_mmq=has_mmq,
+            uses_gemm=env.has_prefill_gemm(),
+        )
+        assert rows == PathRows(MAX_ROWS, 0, 0)
 
 
 @pytest.mark.parametrize("has_copy", [True, False])

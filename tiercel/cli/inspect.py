@@ -134,7 +134,7 @@ def _fused_kernels(source: ModelSource) -> dict[str, str]:
 def _memory(source: ModelSource) -> dict[str, Any]:
     """Memory of weights, keys and values, on each device and in each dtype."""
     from tiercel.machine import read_memory
-    from tiercel.models.footprint import cache_bytes, weight_footprint
+    from tiercel.models.footprint import cache_bytes, step_copy_bytes, weight_footprint
 
     config = source.config
     here = read_memory()
@@ -148,6 +148,7 @@ def _memory(source: ModelSource) -> dict[str, Any]:
     return {
         "file_weight_bytes": source.weight_bytes,
         "at_rest": at_rest,
+        "step_copy_bytes": step_copy_bytes(source),
         "kv_bytes_per_1000_tokens": cache_bytes(config, 1000, _KV_DTYPE),
         "kv_bytes_full_context": cache_bytes(config, config.max_position, _KV_DTYPE),
         "available_bytes": None if here is None else here.available,
@@ -330,6 +331,8 @@ def _print_memory(memory: Mapping[str, Any], context: int) -> None:
             parts = (f"{name} {_size(size)}" for name, size in weights["forms"].items() if size)
             shown = f"{_size(weights['weight_bytes'])} ({', '.join(parts)})"
             _print_row(f"{_DEVICE_NAMES[device]}, {dtype}", shown)
+    if memory["step_copy_bytes"]:
+        _print_row("and for a fused step", _size(memory["step_copy_bytes"]))
     _print_row("per 1000 tokens", _size(memory["kv_bytes_per_1000_tokens"]))
     _print_row(f"all {context} tokens", _size(memory["kv_bytes_full_context"]))
     if memory["available_bytes"] is not None:

@@ -116,6 +116,13 @@ _EXAMPLES = {
     ),
     "doctor": ("tiercel doctor", "tiercel doctor --json"),
 }
+# What the numbers of a request depend on; docs/models.md, "Equal bits".
+_NOTES = {
+    "serve": (
+        "On an H100 or H200 a request that runs alone may have activations of 8 bits, several have 16,",
+        "so its answer may change when others arrive; TIERCEL_EXACT=1 gives equal bits, slower.",
+    )
+}
 
 
 def main() -> NoReturn:
@@ -185,8 +192,11 @@ def make_app() -> App:
 
 
 def _epilogue(name: str) -> str:
-    examples = "\n".join(["Examples:", *(f"  {line}" for line in _EXAMPLES[name])])
-    return f"{_COMMON}\n\n{examples}" if name in _COMMANDS else examples
+    notes = [*_NOTES[name], ""] if name in _NOTES else []
+    common = [_COMMON, ""] if name in _COMMANDS else []
+    examples = (f"  {line}" for line in _EXAMPLES[name])
+    return "
+".join([*notes, *common, "Examples:", *examples])
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:

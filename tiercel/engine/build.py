@@ -20,7 +20,7 @@ from tiercel.engine.peers import ALONE, Peers
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import OutOfMemoryError
 from tiercel.models.config import ModelConfig
-from tiercel.models.footprint import cache_bytes, gpus_that_fit, weight_footprint
+from tiercel.models.footprint import cache_bytes, gpus_that_fit, step_copy_bytes, weight_footprint
 from tiercel.models.model import Model, model_class
 from tiercel.models.sharding import Sharding, sharding_kind
 from tiercel.models.source import ModelSource
@@ -46,8 +46,7 @@ from tiercel.text.tokenizer import Tokenizer
 # Share of a GPU's memory that weights with dense copies of packed ones may take; the remaining
 # memory is for the cache.
 COPIES_SHARE: Final = 0.5
-# The same for packed weights with a second packed copy, which whole decode steps of a single token
-# read.
+# The same for packed weights with those of the fused decode step, where it has a copy of its own.
 STEP_COPY_SHARE: Final = 0.7
 
 
@@ -155,7 +154,8 @@ def _find_room_for_copies(
     name = dtype_name(config.dtype)
     left = peers.least("memory for weights", budget.left())
     has_dense = measure(dtype=name, dense_copies=True).nbytes <= COPIES_SHARE * left
-    return has_dense, has_dense or 2 * measure(dtype=name).nbytes <= STEP_COPY_SHARE * left
+    with_step = measure(dtype=name).nbytes + step_copy_bytes(source)
+    return has_dense, has_dense or with_step <= STEP_COPY_SHARE * left
 
 
 def _sizes_that_fit(source: ModelSource, config: EngineConfig, available: int) -> list[int]:
