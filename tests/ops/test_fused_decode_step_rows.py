@@ -35,7 +35,9 @@ from tiercel.ops.fused_layer_tail import (
     make_exchange,
     prepare_fused_layer_tail,
 )
-from tiercel.ops.packed_matvec import prepare_packed
+from tiercel.ops.packed_gemm import packed_gemm
+from tiercel.ops.packed_matvec import packed_matvec, prepare_packed
+from tiercel.ops.packed_mlp import packed_mlp
 from tiercel.ops.packed_repack import join_step, packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
@@ -169,33 +171,40 @@ def test_decoded_weights_have_the_bits_of_the_file(products):
 LAYER = make_shape(hidden=512, inner=1024, heads=8, kv_heads=2, head_dim=64)
 
 
-def make_tails(masks):
-    """Weights from one attention to the next layer's, in a step and in planes."""
-    builder = FusedDecodeStepBuilder(make_geometry(LAYER, masks), CPU)
-    rows, columns = rows_of(LAYER), columns_of(LAYER)
-    generator = torch.Generator().manual_seed(0)
-    names = {"q": "q", "k": "k", "v": "v", "o": "o", "gate": "gate_up", "up": "gate_up"}
+def make_layer(shape, mask, device):
+    """Matrices of a layer by name, in layouts STEP and FILE."""
+    builder = FusedDecodeStepBuilder(make_geometry(shape, (mask,)), device)
+    rows, columns = rows_of(shape), columns_of(shape)
+    generator = torch.Generator(device).manual_seed(0)
+    kinds = {"q": "q", "k": "k", "v": "v", "o": "o", "gate": "gate_up", "up": "gate_up"}
     parts = {
         name: random_matrix(
             rows[kind], columns[kind], QuantType[builder.geometry.qtype(0, kind)], generator
         )
-        for name, kind in (names | {"down": "down"}).items()
+        for name, kind in (kinds | {"down": "down"}).items()
     }
-    rests = {}
+    resting = {}
     for group in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
-        resting = builder.rest(0, {name: parts[name] for name in group})
-        rests |= dict(zip(group, resting, strict=True))
-    norms = [torch.rand(LAYER.hidden_size) + 0.5 for _ in range(2)]
-    for layout in (Layout.STEP, Layout.SOA):
-        if layout is Layout.STEP:
-            found = {name: (part,) for name, part in rests.items()}
-        else:
-            found = {name: (part,) for name, part in parts.items()}
-        together = [found["o"], found["gate"] + found["up"], found["down"]]
-        joined = [join(some) for some in (*together, found["q"] + found["k"], found["v"])]
-        packed = [[prepare_packed(part, layout)] for part in joined]
-        qkv = [*packed[3], *packed[4]]
-        weights = prepare_fused_layer_tail(*packed[:3], qkv, *norms, 0.2, 16)
+        found = builder.rest(0, {name: parts[name] for name in group})
+        resting |= dict(zip(group, found, strict=True))
+    return resting, parts
+
+
+def pack(parts, layout):
+    """O, gate and up, down, q and k, and v, ready to multiply."""
+    groups = (("o",), ("gate", "up"), ("down",), ("q", "k"), ("v",))
+    joined = [join([parts[name] for name in group]) for group in groups]
+    return [prepare_packed(part, layout) for part in joined]
+
+
+def make_tails(shape=LAYER, device=CPU, num_sms=16):
+    """Weights from one attention to the next layer's, in a step and in planes."""
+    torch.manual_seed(0)
+    norms = [torch.rand(shape.hidden_size, device=device) + 0.5 for _ in range(2)]
+    layers = make_layer(shape, V_AND_DOWN, device)
+    for parts, layout in zip(layers, (Layout.STEP, Layout.SOA), strict=True):
+        o, gate_up, down, qk, v = pack(parts, layout)
+        weights = prepare_fused_layer_tail([o], [gate_up], [down], [qk, v], *norms, 0.2, num_sms)
         assert not isinstance(weights, Refusal), weights.reason
         yield weights
 
@@ -226,14 +235,14 @@ def run_tail(weights, tokens, folder):
 
 
 def test_a_layers_tail_finds_its_rows(tmp_path):
-    run_tail(next(make_tails((V_AND_DOWN,))), 3, tmp_path)
+    run_tail(next(make_tails()), 3, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [3, 11])
 def test_a_layers_tail_has_the_bits_that_planes_give(tokens, tmp_path):
     results = []
-    for i, weights in enumerate(make_tails((V_AND_DOWN,))):
+    for i, weights in enumerate(make_tails()):
         folder = tmp_path / str(i)
         folder.mkdir()
         results.append(run_tail(weights, tokens, folder))
@@ -274,3 +283,49 @@ def test_only_what_every_kernel_reads_is_one_copy():
     made = make_one_copy(make_geometry(LAYER, (1 << 6,)), CPU)
     assert isinstance(made, Refusal)
     assert "Q5_K" in made.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [0, V_AND_DOWN, 0b111111])
+@pytest.mark.parametrize("size", ["8b", "14b"])
+def test_every_reader_gives_the_bits_of_planes(size, mask, device):
+    """Products with any number of tokens, alone and of an MLP, and decoded weights."""
+    shape = {
+        "8b": make_shape(inner=12288),
+        "14b": make_shape(hidden=5120, inner=17408, heads=40),
+    }[size]
+    layers = make_layer(shape, mask, device)
+    steps, planes = (
+        pack(parts, layout) for parts, layout in zip(layers, (Layout.STEP, Layout.SOA), strict=True)
+    )
+    for own, other in zip(steps, planes, strict=True):
+        assert torch.equal(
+            dequantize(own.tensor, torch.float16), dequantize(other.tensor, torch.float16)
+        )
+        for tokens in (1, 2, 4, 7, 8, 9, 16, 17, 33, 64, 96, 200):
+            x = make_tokens(tokens, own.tensor.shape[1], device)
+            op = packed_matvec if tokens <= 16 else packed_gemm
+            results = [op(x, weight, torch.float32) for weight in (own, other)]
+            assert results[0].isfinite().all()
+            assert torch.equal(*results), tokens
+    for tokens in (17, 64, 96):
+        x = make_tokens(tokens, shape.hidden_size, device) / 100
+        results = [packed_mlp(x, *weights[1:3], "silu") for weights in (steps, planes)]
+        assert torch.equal(*results), tokens
+
+
+@pytest.mark.gpu
+def test_layer_tails_give_the_bits_of_planes(device):
+    shape = make_shape(inner=12288)
+    tails = list(make_tails(shape, device, 132))
+    for tokens in (1, 3, 8, 9, 16):
+        attended = torch.randn(tokens, shape.q_size, device=device).half()
+        start = torch.randn(tokens, shape.hidden_size, device=device)
+        results = []
+        for weights in tails:
+            x = start.clone()
+            exchange = make_exchange(weights.geometry, device)
+            heads = fused_layer_tail(attended, x, weights, exchange)
+            results.append(torch.cat((x, heads.float()), dim=1))
+        assert results[0].isfinite().all()
+        assert torch.equal(*results), tokens

@@ -119,8 +119,8 @@ _EXAMPLES = {
 # What the numbers of a request depend on; docs/models.md, "Equal bits".
 _NOTES = {
     "serve": (
-        "On an H100 or H200 a request that runs alone may have activations of 8 bits, several have 16,",
-        "so its answer may change when others arrive; TIERCEL_EXACT=1 gives equal bits, slower.",
+        "On an H100 or H200 a lone request may have activations of 8 bits, several have 16, so an",
+        "answer may change when others arrive; TIERCEL_EXACT=1 gives equal bits, slower.",
     )
 }
 
