@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from tiercel.env import has_one_copy
-from tiercel.models.fused_paths import FUSED_PATHS, Refusal, step_geometry, switched_off
+from tiercel.kernels.fused.fused_refusal import Refusal
+from tiercel.models.fused_paths import FUSED_PATHS, step_geometry, switched_off
 from tiercel.models.registry import architecture, shard_rules
 from tiercel.models.shard_check import possible_sizes
 from tiercel.models.sharding import WHOLE, Cut, Sharding, cut_stored
