@@ -88,7 +88,8 @@ def test_other_tokens_and_longer_lists_change_no_bit(anywhere):
     q, listed = make_q(3, 16, anywhere), part.slots
     full = launch(q, [part], None)
     alone = PagedEntries(listed.block_tables, listed.seq_ids[:1], 190, ends=listed.ends[:1] - 60)
-    short = PagedEntries(listed.block_tables, listed.seq_ids[:1], 150, ends=listed.ends[:1])
+    ends = listed.ends[:1].int()  # as a step has them
+    short = PagedEntries(listed.block_tables, listed.seq_ids[:1], 150, ends=ends)
     ours = launch(q[:1], [SlottedKV(part.cache, short, part.scales, 64)], None)
     assert torch.equal(full[:1], ours)
     outs = [

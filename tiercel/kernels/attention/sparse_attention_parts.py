@@ -36,6 +36,7 @@ class Part(ctypes.Structure):
         ),
         ("magic", ctypes.c_uint32),
         ("shift", ctypes.c_uint32),
+        ("has_long_ends", ctypes.c_int),
     )
 
 
@@ -53,6 +54,7 @@ def _argument(part: KeyPart) -> Part:
         *part.numbers(),
         part.cache.shape[1],
         *division(part.cache.shape[1]),
+        int(part.ends is not None and part.ends.dtype == torch.int64),
     )
 
 
@@ -91,10 +93,10 @@ def _part_refusal(part: KeyPart) -> str:
         return "vectors are not encoded in aligned rows"
     if _is_between(part.scales, _SCALE_ALIGNMENT):
         return "scales are not in aligned rows"
-    lists = (part.ends, part.tables, part.seq_ids)
-    wanted = (torch.int64, torch.int32, torch.int64)
+    lists = (part.tables, part.seq_ids)
+    wanted = (torch.int32, torch.int64)
     if any(x is not None and x.dtype != d for x, d in zip(lists, wanted, strict=True)):
-        return f"ends, tables and rows are {[None if x is None else x.dtype for x in lists]}"
+        return f"tables and rows are {[None if x is None else x.dtype for x in lists]}"
     return ""
 
 

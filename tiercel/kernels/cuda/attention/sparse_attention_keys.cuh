@@ -7,12 +7,13 @@
 struct Part {
   const u8 *cache, *scales;
   const void* list;    // (tokens, num_keys) slots or entries
-  const i64* ends;     // (tokens,)
+  const void* ends;    // (tokens,) int32, or int64 if has_long_ends
   const int* tables;   // (rows, columns)
   const i64* rows;     // (tokens,) of the tables
   i64 block_bytes, entry_bytes, scale_block_bytes, scale_entry_bytes;
   int num_keys, list_stride, table_stride, per_block;
   u32 magic, shift;  // n / per_block is the high word of n x magic, >> shift; magic 0: n
+  int has_long_ends;
 };
 // Keys of a token: how many places its list has, the first entry of a run, its row of the tables.
 struct Keys { int count, start; const int* table; };
@@ -24,7 +25,7 @@ template <int KIND> DEV Keys keys_of(const Part& part, int token) {
   keys.count = part.num_keys;
   if (KIND != 0) keys.table = part.tables + part.rows[token] * part.table_stride;
   if (KIND == 2) {
-    const int end = (int)part.ends[token];
+    const int end = part.has_long_ends ? (int)((const i64*)part.ends)[token] : ((const int*)part.ends)[token];
     keys.start = end > part.num_keys ? end - part.num_keys : 0;
     keys.count = end < part.num_keys ? end : part.num_keys;
   }
