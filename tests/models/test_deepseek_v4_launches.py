@@ -1,0 +1,57 @@
+"""How many launches a layer of DeepSeek-V4 of true shape takes in a decode step, without a GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.deepseek_v4_layers import FLASH, Slice, slices
+from tests.dsv4_launches import layer_launches
+from tiercel.quant_types import QuantType
+
+LAYERS = {part.name: part for part in slices() if part.name.endswith(("layer", "routing"))}
+MIX, GROUP, WRITE = "mhc_mix_step", "linear_group", "latent_step_write_kernel"
+ATTEND, EXPERTS = "sparse_attention_decode", "moe_experts_tiles"
+WINDOW = [MIX, GROUP, WRITE, ATTEND, GROUP, MIX, GROUP, EXPERTS]
+CSA = [MIX, GROUP, WRITE, "indexer_scores", "indexer_select", *WINDOW[3:]]
+# wo_b of 16,384 columns is no part of a chain.
+WIDE = [GROUP, "block_matvec_kernel", "add_parts_kernel"]
+EXPECTED = {
+    "Flash, window layer": WINDOW,
+    "Flash, HCA layer": WINDOW,
+    "Flash, CSA layer": CSA,
+    "Flash, CSA layer, hash routing": CSA,
+    "Pro, HCA layer": [*WINDOW[:4], *WIDE, *WINDOW[5:]],
+    "Pro, CSA layer": [*CSA[:6], *WIDE, *CSA[7:]],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [
+        ("Flash, CSA layer, hash routing", 8),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in EXPECTED),
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in EXPECTED),
+    ],
+)
+def test_launches_of_a_layer(name, num_tokens):
+    """At most 10 of Flash, and 12 of Pro."""
+    found = layer_launches(LAYERS[name], num_tokens)
+    assert found == EXPECTED[name]
+    assert len(found) <= (10 if name.startswith("Flash") else 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [QuantType.Q2_K, QuantType.NVFP4])
+def test_formats_of_experts_do_not_count(experts):
+    part = Slice("a layer", FLASH, [0])
+    assert layer_launches(replace(part, experts=experts), 1) == WINDOW
+
+
+@pytest.mark.slow
+def test_toggles_bring_the_launches_back(monkeypatch):
+    for name in ("LINEAR_CHAIN", "MHC_STEP", "MOE_ROUTE"):
+        monkeypatch.setenv(f"TIERCEL_{name}", "0")
+    found = layer_launches(LAYERS["Flash, window layer"], 1)
+    mix = ["step_kernel", "mhc_mix_finish"]
+    first = [*mix, GROUP, GROUP, WRITE, ATTEND, GROUP, GROUP]
+    assert found == [*first, *mix, GROUP, GROUP, "learned_kernel", EXPERTS]
