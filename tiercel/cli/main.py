@@ -195,8 +195,7 @@ def _epilogue(name: str) -> str:
     notes = [*_NOTES[name], ""] if name in _NOTES else []
     common = [_COMMON, ""] if name in _COMMANDS else []
     examples = (f"  {line}" for line in _EXAMPLES[name])
-    return "
-".join([*notes, *common, "Examples:", *examples])
+    return "\n".join([*notes, *common, "Examples:", *examples])
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:

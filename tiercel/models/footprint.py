@@ -131,7 +131,7 @@ def step_copy_bytes(source: ModelSource) -> int:
     if source.stored or FUSED_PATHS[0] in switched_off():
         return 0
     geometry = step_geometry(source, source.config.max_position)
-    if isinstance(geometry, Refusal) or (has_one_copy() and not geometry.has_q5):
+    if isinstance(geometry, Refusal) or (has_one_copy() and not geometry.unread_types):
         return 0
     parts = ("q", "k", "v", "o", "gate", "up", "down")
     names = [f"layers.{i}.{part}.weight" for i in range(source.config.num_layers) for part in parts]

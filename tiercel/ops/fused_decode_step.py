@@ -12,12 +12,17 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK, BLOCK_TOKENS, MATRICES
+from tiercel.kernels.fused.fused_decode_step_geometry import (
+    BLOCK,
+    BLOCK_TOKENS,
+    MATRICES,
+    READ_TYPES,
+)
 from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape as DecoderShape
 from tiercel.kernels.fused.fused_decode_step_geometry import StepGeometry as StepGeometry
 from tiercel.kernels.fused.fused_decode_step_geometry import partition as partition
 from tiercel.kernels.fused.fused_decode_step_geometry import refuse_shape as refuse_shape
-from tiercel.kernels.fused.fused_decode_step_rows import READ_TYPES, RowTable
+from tiercel.kernels.fused.fused_decode_step_rows import RowTable
 from tiercel.kernels.fused.fused_decode_step_stream import MatrixOrder, StreamLayout
 from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
 from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
@@ -239,11 +244,9 @@ def make_one_copy(
     """
     if isinstance(geometry, Refusal):
         return geometry
-    for qtype in geometry.types:
-        if qtype not in READ_TYPES:
-            return Refusal(
-                f"a matrix is {qtype}, which other kernels do not read from the step's weights"
-            )
+    if geometry.unread_types:
+        types = ", ".join(geometry.unread_types)
+        return Refusal(f"other kernels do not read {types} from the step's weights")
     return FusedDecodeStepBuilder(geometry, device)
 
 

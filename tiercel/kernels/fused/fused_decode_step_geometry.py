@@ -47,6 +47,8 @@ MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask
 PHASES = ("qkv", "o", "gate_up", "down")
 # By their numbers in a mask, of 3 bits: bits i, i + 6 and i + 12 are those of matrix i.
 TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q4_0", "Q8_0", "IQ4_XS", "Q5_0", "IQ4_NL")
+# Those that other kernels read among the weights of a step; bits of Q5_K are in another order there.
+READ_TYPES = ("Q4_K", "Q6_K")
 _TYPE_BITS = 3
 _OF_BLOCKS = ("Q4_K", "Q6_K", "Q5_K", "IQ4_XS")  # of 256 weights; else of 32
 
@@ -166,6 +168,11 @@ class StepGeometry(Struct, frozen=True):
         """Those that a matrix has, in the order of `TYPES`."""
         found = {self.qtype(layer, name) for layer in range(len(self.masks)) for name in MATRICES}
         return tuple(name for name in TYPES if name in found)
+
+    @property
+    def unread_types(self) -> tuple[str, ...]:
+        """Types of matrices that other kernels need in a copy of their own."""
+        return tuple(name for name in self.types if name not in READ_TYPES)
 
     @property
     def heads(self) -> int:

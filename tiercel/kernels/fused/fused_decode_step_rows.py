@@ -28,7 +28,6 @@ from tiercel.kernels.fused.fused_refusal import CTAS
 
 ENTRY = 4
 _PIECE = 16
-READ_TYPES = ("Q4_K", "Q6_K")  # bits of Q5_K are in another order than other kernels read
 
 
 class RowTable:
