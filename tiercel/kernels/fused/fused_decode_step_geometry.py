@@ -47,7 +47,7 @@ MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask
 PHASES = ("qkv", "o", "gate_up", "down")
 # By their numbers in a mask, of 3 bits: bits i, i + 6 and i + 12 are those of matrix i.
 TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q4_0", "Q8_0", "IQ4_XS", "Q5_0", "IQ4_NL")
-# Those that other kernels read among the weights of a step; bits of Q5_K are in another order there.
+# Those that other kernels read among a step's weights; bits of Q5_K are in another order there.
 READ_TYPES = ("Q4_K", "Q6_K")
 _TYPE_BITS = 3
 _OF_BLOCKS = ("Q4_K", "Q6_K", "Q5_K", "IQ4_XS")  # of 256 weights; else of 32
