@@ -11,6 +11,7 @@ from time import perf_counter
 import pytest
 import uvloop
 
+from tests.dsv4_engine import open_v4, write_repeating
 from tests.engine_process import (
     Maker,
     is_alive,
@@ -22,7 +23,7 @@ from tests.engine_process import (
     wait_until,
 )
 from tests.gguf_files import tiny_model
-from tests.tiny_llm import LLAMA, greedy, open_tiny
+from tests.tiny_llm import LLAMA, greedy, ids_of, open_tiny
 from tiercel.errors import ArgumentError, EngineDeadError
 from tiercel.ipc.supervisor import SupervisorSettings
 
@@ -204,5 +205,43 @@ def test_options_that_cannot_be_end_the_start(monkeypatch):
             await client.wait_ready()
         assert client.num_restarts == 0
         await client.close()
+
+    run(main)
+
+
+@pytest.mark.slow
+def test_requests_of_each_rank_are_answered_and_end(tmp_path):
+    """Many together, some aborted, over a socket; then a rank is killed in the middle of others."""
+    path = write_repeating(tmp_path, tokenizer=True)
+    prompts = [[5 + number] * (3 + 17 * number) for number in range(5)]
+    precise = {"dtype": "float32", "spec": "ngram", "max_num_batched_tokens": 64}
+    with open_v4(path, **precise) as alone:
+        listed = [{"prompt_token_ids": prompt} for prompt in prompts]
+        expected = [answer for (answer,) in ids_of(alone.generate(listed, greedy(20)))]
+
+    async def main():
+        options = precise | {"data_parallel_attention": True, "max_num_seqs": 2}
+        async with opened(path, **options) as (client, make):
+            assert client.info.max_num_seqs == 4, "of both ranks"
+            requests = [make(prompt, greedy(20)) for prompt in prompts]
+            streams = [client.submit(request) for request in requests]
+            for number in (0, 3):
+                await anext(streams[number])
+                client.abort(requests[number])
+            await asyncio.gather(*map(read, streams))
+            for request, wanted in zip(requests, expected, strict=True):
+                found = request.output_token_ids
+                assert list(found) == wanted[: len(found)]
+            assert sum(len(request.output_token_ids) == 20 for request in requests) >= 3
+            ranks = ranks_of(client)
+            streams = [client.submit(make([9, 8], greedy(250))) for _ in range(3)]
+            await anext(streams[0])
+            os.kill(ranks[1], signal.SIGKILL)
+            await assert_dies(client, streams, ranks, "rank 1 was ended by signal SIGKILL")
+            await wait_until(lambda: client.num_restarts == 1)
+            await client.wait_ready()
+            request = make(prompts[4], greedy(20))
+            await read(client.submit(request))
+            assert list(request.output_token_ids) == expected[4]
 
     run(main)
