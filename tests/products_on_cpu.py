@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -62,6 +63,15 @@ class Products:
         for number, source in enumerate(sources):
             cluster = dict(source.macros).get("SPLITS", 1)
             self.built[source] = Built(loaded, number, cluster, 0)
+
+    def build_all_of(self, launch: Callable[[], object]) -> None:
+        """Compile all kernels that `launch` will load together: 5 s instead of 28 for experts."""
+        sources: list[rtc.KernelSource] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rtc, "load_kernel", lambda source, *_, **__: sources.append(source))
+            patch.setattr(rtc, "launch", lambda *_, **__: None)
+            launch()
+        self.build(sources)
 
     def load_kernel(
         self, source: rtc.KernelSource, device: torch.device, smem_bytes: int = 0
