@@ -301,8 +301,12 @@ def run_on_cpu(library, model, length, **options):
 def check_source(build_source, name, masks, length):
     """Each matrix of either type; keys and values of each layer."""
     model, library = build_source(name, masks)
-    for result, expected in zip(*run_on_cpu(library, model, length), strict=True):
+    results = list(zip(*run_on_cpu(library, model, length), strict=True))
+    for result, expected in results:
         assert relative_error(result, expected.double()) < TOLERANCE * len(masks)
+    # Both rounded the same inputs to the first layer's keys and values: what differs is float16.
+    for result, expected in (results[1], results[1 + len(masks)]):
+        assert relative_error(result, expected.double()) < TOLERANCE / 10
 
 
 @pytest.mark.parametrize(
