@@ -24,6 +24,7 @@ from tiercel.quant_types import Layout, QuantType
 
 __all__ = [
     "RouteInput",
+    "choose_experts",
     "clamped_swiglu",
     "moe_experts",
     "moe_experts_routed",
@@ -191,14 +192,7 @@ def moe_experts_routed(
         _check_addend(addend, out)
         run_tiles(out, x, routing, experts, limit, num_ranks, addend)
         return out
-    if routing.table is not None:
-        args = (routing.logits, routing.table, routing.token_ids)
-        ids, weights = moe_route_hash(*args, scale=routing.scale, own=own)
-    else:
-        assert routing.bias is not None, "a router has a bias or a table"
-        ids, weights = moe_route(
-            routing.logits, routing.bias, topk=routing.topk, scale=routing.scale, own=own
-        )
+    ids, weights = choose_experts(routing, own)
     return moe_experts(
         x,
         ids,
@@ -210,6 +204,18 @@ def moe_experts_routed(
         num_ranks=num_ranks,
         addend=addend,
     )
+
+
+def choose_experts(routing: RouteInput, own: range | None = None) -> tuple[Tensor, Tensor]:
+    """Experts and weights by `moe_route` or `moe_route_hash`, in a launch of its own.
+
+    own: see `moe_route`.
+    """
+    logits, scale = routing.logits, routing.scale
+    if routing.table is not None:
+        return moe_route_hash(logits, routing.table, routing.token_ids, scale=scale, own=own)
+    assert routing.bias is not None, "a router has a bias or a table"
+    return moe_route(logits, routing.bias, topk=routing.topk, scale=scale, own=own)
 
 
 def routed_refusal(routing: RouteInput, experts: Experts) -> str:
