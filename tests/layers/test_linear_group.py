@@ -28,6 +28,11 @@ from tiercel.quant_types import Layout, QuantType
 IN, OUT = 256, 40
 
 
+@pytest.fixture(autouse=True)
+def _has_chains(monkeypatch):
+    monkeypatch.setenv("TIERCEL_LINEAR_CHAIN", "1")
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The op takes tensors of any device; the matrices of each launch, of both groups."""

@@ -9,6 +9,7 @@ from tests.dsv4_launches import layer_launches
 from tiercel.quant_types import QuantType
 
 LAYERS = {part.name: part for part in slices() if part.name.endswith(("layer", "routing"))}
+TOGGLES = ("LINEAR_CHAIN", "MHC_STEP", "MOE_ROUTE")  # off until a GPU has run them
 MIX, GROUP, WRITE = "mhc_mix_step", "linear_group", "latent_step_write_kernel"
 ATTEND, EXPERTS = "sparse_attention_decode", "moe_experts_tiles"
 WINDOW = [MIX, GROUP, WRITE, ATTEND, GROUP, MIX, GROUP, EXPERTS]
@@ -23,6 +24,12 @@ EXPECTED = {
     "Pro, HCA layer": [*WINDOW[:4], *WIDE, *WINDOW[5:]],
     "Pro, CSA layer": [*CSA[:6], *WIDE, *CSA[7:]],
 }
+
+
+@pytest.fixture(autouse=True)
+def _fewest_launches(monkeypatch):
+    for name in TOGGLES:
+        monkeypatch.setenv(f"TIERCEL_{name}", "1")
 
 
 @pytest.mark.parametrize(
@@ -48,9 +55,9 @@ def test_formats_of_experts_do_not_count(experts):
 
 
 @pytest.mark.slow
-def test_toggles_bring_the_launches_back(monkeypatch):
-    for name in ("LINEAR_CHAIN", "MHC_STEP", "MOE_ROUTE"):
-        monkeypatch.setenv(f"TIERCEL_{name}", "0")
+def test_launches_of_a_layer_without_the_toggles(monkeypatch):
+    for name in TOGGLES:
+        monkeypatch.delenv(f"TIERCEL_{name}")
     found = layer_launches(LAYERS["Flash, window layer"], 1)
     mix = ["step_kernel", "mhc_mix_finish"]
     first = [*mix, GROUP, GROUP, WRITE, ATTEND, GROUP, GROUP]

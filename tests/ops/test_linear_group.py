@@ -131,6 +131,11 @@ CONFIGS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _has_chains(monkeypatch):
+    monkeypatch.setenv("TIERCEL_LINEAR_CHAIN", "1")
+
+
 @pytest.fixture
 def on_kernel(on_processor):
     """The CUDA source on a processor; its outputs are those of a CPU's tensors."""
@@ -336,8 +341,8 @@ def test_chain_refusals(monkeypatch):
     assert "do not fit" in chain_refusal(8, first_of, wide, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "may not run at once" in refusal(device="cuda")
-    monkeypatch.setenv("TIERCEL_LINEAR_CHAIN", "0")
-    assert refusal() == "TIERCEL_LINEAR_CHAIN=0"
+    monkeypatch.delenv("TIERCEL_LINEAR_CHAIN")
+    assert refusal() == "TIERCEL_LINEAR_CHAIN=1 is not set"
 
 
 def test_chains_of_flash_and_pro():

@@ -163,7 +163,7 @@ def chain_refusal(
     is_rotated: whether the first group's x is rotated back.
     """
     if not env.has_linear_chain():
-        return "TIERCEL_LINEAR_CHAIN=0"
+        return "TIERCEL_LINEAR_CHAIN=1 is not set"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) not in kernel.CHAINED:
         return "the CTAs of a multiprocessor may not run at once"
     source = matrices[following.source]

@@ -221,7 +221,7 @@ def choose_experts(routing: RouteInput, own: range | None = None) -> tuple[Tenso
 def routed_refusal(routing: RouteInput, experts: Experts) -> str:
     """Why the experts' kernel does not choose them itself; "" if it does."""
     if not env.has_moe_route() or experts.tickets is None:
-        return "TIERCEL_MOE_ROUTE=0, or the experts do not rest in layout TILES"
+        return "TIERCEL_MOE_ROUTE=1 is not set, or the experts do not rest in layout TILES"
     shape = _tiles_shape(experts, routing.topk)
     return tiles.route_refusal(routing, shape, device_limits(routing.logits.device))
 
