@@ -202,6 +202,11 @@ def has_one_copy() -> bool:
     return read_flag("TIERCEL_ONE_COPY", default=False) and has_megakernel()
 
 
+def has_unmeasured_step() -> bool:
+    """Whether ``TIERCEL_MEGAKERNEL=1`` asks for that step also in forms that no GPU has run."""
+    return read_flag("TIERCEL_MEGAKERNEL", default=False)
+
+
 def fused_decode_step_switch() -> str:
     """The toggle that `has_megakernel` obeys where it is false, as ``NAME=value``; else ""."""
     if not has_int8_activations():

@@ -26,6 +26,7 @@ def _whole_prompts():
     """A prompt found in the cache has keys from other products: other bits, same class."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIERCEL_PREFIX_CACHE", "0")
+        patch.setenv("TIERCEL_MEGAKERNEL", "1")  # forms that are off by default too
         yield
 
 

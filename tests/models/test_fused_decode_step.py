@@ -29,6 +29,12 @@ SHAPE = DecoderShape(1, 4096, 4096, 32, 8, 128, 128, 40960)
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _every_form(monkeypatch):
+    """Those that no GPU has run too."""
+    monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
+
+
 @pytest.fixture
 def _here(monkeypatch):
     """Packing is the same on every device; only the kernel needs a GPU."""
@@ -125,7 +131,7 @@ def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, field
     monkeypatch.setattr(decoder_build, "make_fused_decode_step", lambda *args: seen.append(args))
     with open_tiny(tmp_path, max_model_len=77) as llm:
         model = llm._engine.runner.model
-    ((given, shape, eps, _),) = seen
+    ((given, shape, eps, *_),) = seen
     assert shape == DecoderShape(
         num_layers=3,
         hidden_size=values["hidden_size"],
@@ -173,7 +179,7 @@ def test_the_layer_that_drafts_is_one_too(tmp_path, monkeypatch):
     ) as llm:
         model = llm._engine.runner.model
         head = model.draft_head
-        (all_parts, whole, _, _), ((part,), single, _, _) = seen
+        (all_parts, whole, *_), ((part,), single, *_) = seen
         assert len(all_parts) == whole.num_layers == len(model.layers)
         assert single == replace(whole, num_layers=1, sliding=(False,))
         assert part.attention is head.layer.attention

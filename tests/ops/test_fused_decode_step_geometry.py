@@ -26,6 +26,7 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     make_mask,
     partition,
     refuse_shape,
+    select_geometry,
     select_plan,
 )
 from tiercel.kernels.fused.fused_refusal import CTAS, SMEM_BYTES, Refusal, refuse_gpu
@@ -252,6 +253,31 @@ def test_files_of_every_published_size_fit_or_are_told_why(mixture):
             )
         else:
             assert found.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "qtype", "form"),
+    [
+        ("qwen3-8b", "Q5_K", ""),
+        ("qwen2.5-7b", "Q4_K", ""),
+        ("llama3-70b", "Q6_K", ""),
+        ("qwen3-8b", "IQ4_XS", "matrices in IQ4_XS"),
+        ("gemma3-270m", "Q5_0", "matrices in Q5_0"),
+        ("gemma3-4b", "Q4_K", "heads of 256"),
+        ("gemma3-27b", "Q4_K", "the activation gelu_tanh"),
+    ],
+)
+def test_a_form_that_no_gpu_has_run_must_be_asked_for(monkeypatch, name, qtype, form):
+    monkeypatch.delenv("TIERCEL_MEGAKERNEL", raising=False)
+    shape = decoder_shape(name)
+    layers = [dict.fromkeys(MATRICES, (qtype,))] * shape.num_layers
+    found = select_geometry(shape, layers)
+    if form:
+        asked = "TIERCEL_MEGAKERNEL=1 uses it"
+        assert found == Refusal(f"no GPU has run it with {form}; {asked}")
+        monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
+        found = select_geometry(shape, layers)
+    assert found == partition(shape, layers)
 
 
 def test_a_gpu_that_does_not_fit_is_told_why():

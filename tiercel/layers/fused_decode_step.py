@@ -23,10 +23,10 @@ from tiercel.ops.fused_decode_step import (
     FusedDecodeStepWeights,
     Refusal,
     fused_decode_step,
-    partition,
     prepare_caches,
     refuse_device,
     refuse_shape,
+    select_geometry,
 )
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.packed_repack import packed_repack
@@ -128,7 +128,7 @@ def _copy(
     if len(known) < len(cuts):
         return Refusal(f"a matrix of layer {cuts.index(None)} is not packed")
     types = [{name: part.qtypes for name, part in cut.items()} for cut in known]
-    geometry = partition(shape, types)
+    geometry = select_geometry(shape, types)
     if isinstance(geometry, Refusal):
         return geometry
     builder = FusedDecodeStepBuilder(geometry, device)

@@ -112,7 +112,7 @@ def step_geometry(source: ModelSource, max_tokens: int) -> StepGeometry | Refusa
         }
         for index in range(config.num_layers)
     ]
-    return fused_decode_step_geometry.partition(decoder_shape(config, max_tokens), types)
+    return fused_decode_step_geometry.select_geometry(decoder_shape(config, max_tokens), types)
 
 
 def _refuse_tails(source: ModelSource, num_sms: int) -> Refusal | None:

@@ -20,8 +20,8 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
 )
 from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape as DecoderShape
 from tiercel.kernels.fused.fused_decode_step_geometry import StepGeometry as StepGeometry
-from tiercel.kernels.fused.fused_decode_step_geometry import partition as partition
 from tiercel.kernels.fused.fused_decode_step_geometry import refuse_shape as refuse_shape
+from tiercel.kernels.fused.fused_decode_step_geometry import select_geometry as select_geometry
 from tiercel.kernels.fused.fused_decode_step_rows import RowTable
 from tiercel.kernels.fused.fused_decode_step_stream import MatrixOrder, StreamLayout
 from tiercel.kernels.fused.fused_device import refuse_device as refuse_device

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from tiercel import env
 from tiercel.kernels.fused.fused_refusal import CTAS, Refusal
 
 GROUPS, GROUP_WARPS = 4, 4  # of warps in a CTA; warps of one
@@ -49,6 +50,7 @@ PHASES = ("qkv", "o", "gate_up", "down")
 TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q4_0", "Q8_0", "IQ4_XS", "Q5_0", "IQ4_NL")
 # Those that other kernels read among a step's weights; bits of Q5_K are in another order there.
 READ_TYPES = ("Q4_K", "Q6_K")
+_MEASURED_TYPES = ("Q4_K", "Q6_K", "Q5_K")
 _TYPE_BITS = 3
 _OF_BLOCKS = ("Q4_K", "Q6_K", "Q5_K", "IQ4_XS")  # of 256 weights; else of 32
 
@@ -346,6 +348,33 @@ def partition(
     return make_geometry(
         shape, [make_mask([layer[name][0] for name in MATRICES]) for layer in layers]
     )
+
+
+def select_geometry(
+    shape: DecoderShape, layers: Sequence[Mapping[str, Sequence[str]]]
+) -> StepGeometry | Refusal:
+    """`partition`, but a form that no GPU has run must be asked for."""
+    found = partition(shape, layers)
+    return found if isinstance(found, Refusal) else _refuse_unmeasured(found) or found
+
+
+def _refuse_unmeasured(geometry: StepGeometry) -> Refusal | None:
+    shape = geometry.shape
+    types = [name for name in geometry.types if name not in _MEASURED_TYPES]
+    forms = {
+        f"matrices in {' and '.join(types)}": bool(types),
+        "rows that are no multiple of 256 columns": any(plan.lanes == 1 for plan in geometry.plans),
+        "heads of 256": shape.head_dim == HEAD_DIMS[-1],
+        f"more than {TEAM_HEADS} query heads a key/value head": geometry.sharers > 1,
+        f"the activation {shape.activation}": shape.activation != ACTIVATIONS[0],
+        "norms of outputs": shape.has_update_norms,
+        "sliding windows": any(shape.sliding),
+        "the single layer of a draft head": shape.num_layers == 1,
+    }
+    found = next((form for form, applies in forms.items() if applies), "")
+    if not found or env.has_unmeasured_step():
+        return None
+    return Refusal(f"no GPU has run it with {found}; TIERCEL_MEGAKERNEL=1 uses it")
 
 
 def _refuse_types(kinds: Sequence[str], columns: int) -> str:
