@@ -134,7 +134,8 @@ def _fused_kernels(source: ModelSource) -> dict[str, str]:
 def _memory(source: ModelSource) -> dict[str, Any]:
     """Memory of weights, keys and values, on each device and in each dtype."""
     from tiercel.machine import read_memory
-    from tiercel.models.footprint import cache_bytes, step_copy_bytes, weight_footprint
+    from tiercel.models.footprint import cache_bytes, weight_footprint
+    from tiercel.models.fused_paths import step_copy_bytes
 
     config = source.config
     here = read_memory()

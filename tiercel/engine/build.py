@@ -20,7 +20,8 @@ from tiercel.engine.peers import ALONE, Peers
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import OutOfMemoryError
 from tiercel.models.config import ModelConfig
-from tiercel.models.footprint import cache_bytes, gpus_that_fit, step_copy_bytes, weight_footprint
+from tiercel.models.footprint import cache_bytes, gpus_that_fit, weight_footprint
+from tiercel.models.fused_paths import step_copy_bytes
 from tiercel.models.model import Model, model_class
 from tiercel.models.sharding import Sharding, sharding_kind
 from tiercel.models.source import ModelSource

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
-from tiercel.env import has_one_copy
-from tiercel.kernels.fused.fused_refusal import Refusal
-from tiercel.models.fused_paths import FUSED_PATHS, step_geometry, switched_off
 from tiercel.models.registry import architecture, shard_rules
 from tiercel.models.shard_check import possible_sizes
 from tiercel.models.sharding import WHOLE, Cut, Sharding, cut_stored
@@ -121,21 +118,6 @@ def weight_footprint(
         else:
             add_matrix(name, dtype)
     return tally.footprint(dtype)
-
-
-def step_copy_bytes(source: ModelSource) -> int:
-    """Bytes of the copy of its own that the fused decode step takes on a Hopper GPU, in float16.
-
-    0 where it does not fit the model or is switched off, or where one copy serves every kernel.
-    """
-    if source.stored or FUSED_PATHS[0] in switched_off():
-        return 0
-    geometry = step_geometry(source, source.config.max_position)
-    if isinstance(geometry, Refusal) or (has_one_copy() and not geometry.unread_types):
-        return 0
-    parts = ("q", "k", "v", "o", "gate", "up", "down")
-    names = [f"layers.{i}.{part}.weight" for i in range(source.config.num_layers) for part in parts]
-    return sum(source.tensors[source.names[name]].nbytes for name in names)
 
 
 class _Tally:

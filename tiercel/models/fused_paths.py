@@ -115,6 +115,21 @@ def step_geometry(source: ModelSource, max_tokens: int) -> StepGeometry | Refusa
     return fused_decode_step_geometry.select_geometry(decoder_shape(config, max_tokens), types)
 
 
+def step_copy_bytes(source: ModelSource) -> int:
+    """Bytes of the copy of its own that the fused decode step takes on a Hopper GPU, in float16.
+
+    0 where it does not fit the model or is switched off, or where one copy serves every kernel.
+    """
+    if source.stored or FUSED_PATHS[0] in switched_off():
+        return 0
+    geometry = step_geometry(source, source.config.max_position)
+    if isinstance(geometry, Refusal) or (env.has_one_copy() and not geometry.unread_types):
+        return 0
+    parts = ("q", "k", "v", "o", "gate", "up", "down")
+    names = [f"layers.{i}.{part}.weight" for i in range(source.config.num_layers) for part in parts]
+    return sum(source.tensors[source.names[name]].nbytes for name in names)
+
+
 def _refuse_tails(source: ModelSource, num_sms: int) -> Refusal | None:
     config = source.config
     part = unsupported_part(config)
