@@ -27,9 +27,8 @@ STAND_INS = {
     "include/hopper.cuh": "hopper_device",
     "include/counters_ptx.cuh": "counters_device",
     "block/linear_group_ptx.cuh": "linear_group_device",
-    "attention/cluster_ptx.cuh": "cluster_device",
+    "include/cluster_ptx.cuh": "cluster_device",
     "attention/indexer_select_ptx.cuh": "select_device",
-    "attention/sparse_attention_ptx.cuh": "latent_device",
     "attention/sparse_attention_tiles_ptx.cuh": "tiles_device",
     "attention/indexer_scores_ptx.cuh": "scores_device",
 }
@@ -44,11 +43,11 @@ def expand_includes(text: str) -> str:
 
     def expand(match: re.Match[str]) -> str:
         path = match[1]
+        header = rtc.read_source(path).replace("#pragma once\n", "")
         if path.endswith("_ptx.cuh") or path in ("include/hopper.cuh", "include/types.cuh"):
-            return ""
+            header = "".join(found[0] for found in INCLUDE.finditer(header))
         guard = f"HAS_{re.sub(r'[^a-z0-9]', '_', path)}"
-        header = expand_includes(rtc.read_source(path).replace("#pragma once\n", ""))
-        return f"#ifndef {guard}\n#define {guard}\n{header}#endif\n"
+        return f"#ifndef {guard}\n#define {guard}\n{expand_includes(header)}#endif\n"
 
     return INCLUDE.sub(expand, text)
 

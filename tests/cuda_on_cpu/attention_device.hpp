@@ -4,8 +4,6 @@
 #define THREADS (32 * WARPS)
 using std::max;
 
-struct alignas(8) float2 { float x, y; };
-static float2 make_float2(float x, float y) { return {x, y}; }
 DEV float __fadd_rn(float a, float b) { return a + b; }
 DEV float __fsub_rn(float a, float b) { return a - b; }
 DEV float __fmul_rn(float a, float b) { return a * b; }
@@ -15,34 +13,26 @@ DEV int __ffs(u32 v) { return __builtin_ffs((int)v); }
 DEV void unpack(u32 both, float& low, float& high) {
   low = of_16((u16)both), high = of_16((u16)(both >> 16));
 }
-DEV float reciprocal(float x) { return std::nextafter(1.f / x, 2.f); }  // as wrong as approximate
-DEV float exp2_fast(float x) { return std::exp2(x); }
 
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   mma(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 DEV void load_matrices(u32 (&x)[4], u32 address) { load_matrices<false>(x, address); }
 DEV void load_transposed(u32 (&x)[4], u32 address) { load_matrices<true>(x, address); }
-DEV void copy16(u32 to, const void* from, bool is_read) { copy16_of(to, from, is_read ? 16 : 0); }
-DEV float4 load_floats(u32 address) { return from_shared<float4>(address); }
-DEV void store_16(u32 address, uint4 x) { sts16(address, x.x, x.y, x.z, x.w); }
-DEV void store_float(u32 address, float x) { std::memcpy(shared(address, 4), &x, 4); }
-DEV void store_half(u32 address, u32 x) { sts2(address, (u16)x); }
 DEV void store_transposed(u32 address, u32 x0, u32 x1) {
   const int lane = threadIdx.x & 31;
   for (int i = 0; i < 4; ++i) {
     const u32 row = __shfl_sync(~0u, address, i / 2 * 8 + 2 * (lane & 3) + i % 2);
-    sts2(row + 2 * (lane >> 2), (u16)((i < 2 ? x0 : x1) >> 16 * (i % 2)));
+    store_shared<u16>(row + 2 * (lane >> 2), (u16)((i < 2 ? x0 : x1) >> 16 * (i % 2)));
   }
 }
-DEV void store_floats(u32 address, float4 x) { std::memcpy(shared(address, 16), &x, 16); }
 DEV void prefetch_line(const void*) {}
 
 struct Late { u8* at; std::vector<u8> data; };
 static std::vector<Late> late;
 static Place late_for;  // the CTA that has not waited yet
-DEV void let_dependents_start() {}
-DEV void wait_for_predecessor() {
+DEV void launch_dependents() {}
+DEV void wait_for_inputs() {
   if (late_for.x == block_at.x && late_for.y == block_at.y)
     for (const Late& one : late) std::memcpy(one.at, one.data.data(), one.data.size());
   late_for = {-1, -1};

@@ -13,15 +13,8 @@ struct InCta {  // for a while this thread is in that CTA of its cluster
 };
 constexpr u32 PLACE = 0xffffff;
 
-DEV void bar_init(u32 bar, u32 count) { mbar_init(bar, count); }
-DEV void bar_expect(u32 bar, u32 bytes) { mbar_expect(bar, bytes); }
-DEV void bar_arrive_here(u32 bar) { mbar_arrive(bar); }
-DEV bool bar_has_passed(u32 bar, u32 parity) {
-  give_way();
-  return has_passed(bar, parity);
-}
 DEV void bar_wait(u32 bar, u32 parity) { slot_wait(bar, parity); }
-DEV u32 address_in(u32 a, u32 rank) { return a | (rank + 1) << 24; }
+DEV u32 remote_address(u32 a, u32 rank) { return a | (rank + 1) << 24; }
 DEV void send_there(u32 a, const float (&v)[4], u32 bar) {
   const InCta there(a);
   shared(a & PLACE, 16);
@@ -56,6 +49,6 @@ DEV void wait_for_inputs() {
   }
   wait_while(own.has_ended, 0);
 }
-DEV void launch_next() {}
+DEV void launch_dependents() {}
 DEV int __ffs(u32 v) { return __builtin_ffs((int)v); }
 DEV bool __all_sync(u32, bool v) { return !__reduce_max_sync(~0u, !v); }

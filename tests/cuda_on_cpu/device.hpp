@@ -26,8 +26,10 @@ typedef unsigned char u8;
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
+struct alignas(8) float2 { float x, y; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct alignas(64) TMap { unsigned char b[128]; };  // here: address and number of tokens
 #define DEV inline
@@ -36,6 +38,7 @@ struct alignas(64) TMap { unsigned char b[128]; };  // here: address and number 
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define SHARED_MEMORY(name) u8* name = here().smem
+#define ALIGNED_MEMORY SHARED_MEMORY
 #define threadIdx (Index{current->tid})
 #define blockIdx (Index{current->cta})
 
@@ -238,15 +241,19 @@ DEV void mbar_arrive(u32 at) {
   --mbarrier(at).pending;
   advance(mbarrier(at));
 }
-DEV bool has_passed(u32 at, u32 parity) {
+DEV bool mbar_has_passed(u32 at, u32 parity) {
+  give_way();  // who polls waits for others
   MBarrier& b = mbarrier(at);
   return b.phase != parity && (b.was_seen = true);
 }
-DEV void slot_wait(u32 at, u32 parity) {
-  wait_while(mbarrier(at).phase, parity);
-  has_passed(at, parity);
+DEV void mbar_wait(u32 at, u32 parity) {
+  MBarrier& b = mbarrier(at);
+  wait_while(b.phase, parity);
+  b.was_seen = true;
 }
+DEV void slot_wait(u32 at, u32 parity) { mbar_wait(at, parity); }
 DEV void mbar_fence() {}
+DEV void fence_shared_writes() {}
 DEV void drop_registers() {}
 DEV void take_registers() {}
 // A warp's lanes, which go on one by one, see one time behind a collective.
@@ -258,19 +265,31 @@ DEV u8* shared(u32 at, u32 size) {
   if (at % size || at + size > SMEM) fail("an address in shared memory");
   return here().smem + at;
 }
-template <class T> DEV T from_shared(u32 at) {
+template <class T> DEV T load_shared(u32 at) {
   T v;
   std::memcpy(&v, shared(at, sizeof v), sizeof v);
   return v;
 }
-DEV uint4 load_shared(u32 a) { return from_shared<uint4>(a); }
-DEV u32 load_shared_word(u32 a) { return from_shared<u32>(a); }
-DEV u64 load_shared_long(u32 a) { return from_shared<u64>(a); }
-DEV u32 load_shared_half(u32 a) { return from_shared<u16>(a); }
-DEV void load_shared_pair(u32 (&v)[2], u32 a) { std::memcpy(v, shared(a, 8), 8); }
-DEV void store_shared(u32 a, u32 v) { std::memcpy(shared(a, 4), &v, 4); }
-DEV void store_shared_byte(u32 a, int v) { *shared(a, 1) = (u8)v; }
-DEV u32 smem_u32(const void* p) { return (u32)((const u8*)p - here().smem); }
+DEV u32 load_shared_half(u32 at) { return load_shared<u16>(at); }
+template <class T> DEV void store_shared(u32 at, T v) { std::memcpy(shared(at, sizeof v), &v, sizeof v); }
+DEV void store_shared_byte(u32 at, u32 v) { *shared(at, 1) = (u8)v; }
+DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - here().smem); }
+DEV u32 shared_base() { return 0; }
+DEV u32 aligned_base() { return 0; }
+template <class T> DEV T load_remote(u32 at, u32 rank) {  // from a CTA of the cluster
+  T v;
+  shared(at, sizeof v);
+  if (rank >= ctas.size()) fail("a rank in the cluster");
+  std::memcpy(&v, ctas[rank].smem + at, sizeof v);
+  return v;
+}
+DEV void add_shared(u32 at, u32 v) { store_shared(at, load_shared<u32>(at) + v); }
+template <class T> DEV T load_read_only(const void* from) {
+  if ((u64)from % sizeof(T)) fail("alignment of a load");
+  return *(const T*)from;
+}
+DEV u32 load_read_only_byte(const void* from) { return *(const u8*)from; }
+template <class T> DEV T load_no_allocate(const void* from) { return load_read_only<T>(from); }
 DEV uint4 load_relaxed(const void* p) {
   give_way();
   if ((u64)p % 16) fail("alignment of a load");
@@ -302,11 +321,11 @@ static void deliver(Cta& cta, std::mt19937& random) {
     cta.copies.pop_back(), ++events;
   }
 }
-DEV void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
+DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 bar) {
   if (to % 16 || (u64)from % 16 || bytes % 16) fail("alignment of a bulk copy");
   send(to, bar, std::vector<u8>((const u8*)from, (const u8*)from + bytes));
 }
-DEV void load_once(u32 to, const void* from, u32 bytes, u32 bar) { bulk_load(to, from, bytes, bar); }
+DEV void load_once(u32 to, const void* from, u32 bytes, u32 bar) { copy_bulk(to, from, bytes, bar); }
 // A box of 32 tokens x 1 head x 64 dimensions of (tokens, heads, width) 16-bit values, 128-byte
 // swizzle; of the map come the address, tokens, heads and width.
 DEV void tma3(u32 to, const TMap* map, u32 bar, int x, int y, int z) {
@@ -336,7 +355,9 @@ DEV u32 __float_as_uint(float v) { return bits<u32>(v); }
 DEV float __fdividef(float a, float b) { return a / b; }
 DEV float __expf(float x) { return std::exp(x); }
 DEV float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-DEV float ex2(float x) { return std::exp2(x); }
+DEV float exp2_approx(float x) { return std::exp2(x); }
+DEV float log2_approx(float x) { return std::log2(x); }
+DEV float rcp_approx(float x) { return std::nextafter(1.f / x, 2.f); }  // as wrong as approximate
 DEV int __float2int_rn(float x) { return x == x ? (int)std::nearbyint(x) : 0; }
 template <class T> DEV T __ldg(const T* p) { return *p; }
 // Without <immintrin.h>, which takes a third of a compilation.
@@ -344,6 +365,33 @@ typedef short Halves __attribute__((vector_size(16)));
 typedef float Floats __attribute__((vector_size(16)));
 DEV float half_to_float(u16 h) { return __builtin_ia32_vcvtph2ps(Halves{(short)h})[0]; }
 DEV u16 float_to_half(float f) { return (u16)__builtin_ia32_vcvtps2ph(Floats{f}, 0)[0]; }
+DEV u16 float_to_bf16(float f) {
+  const u32 v = bits<u32>(f);
+  return f != f ? 0x7fff : (v + 0x7fff + (v >> 16 & 1)) >> 16;
+}
+DEV u32 pack_fp16(float low, float high) { return float_to_half(low) | (u32)float_to_half(high) << 16; }
+DEV u32 pack_bf16(float low, float high) { return float_to_bf16(low) | (u32)float_to_bf16(high) << 16; }
+DEV void unpack_fp16(u32 both, float& low, float& high) {
+  low = half_to_float((u16)both), high = half_to_float((u16)(both >> 16));
+}
+DEV void unpack_bf16(u32 both, float& low, float& high) {
+  low = bits<float>(both << 16), high = bits<float>(both & 0xffff0000u);
+}
+DEV u32 fma_fp16x2(u32 a, u32 b, u32 c) {
+  const auto wide = [](u32 v) { return __builtin_ia32_vcvtph2ps(Halves{(short)v, (short)(v >> 16)}); };
+  // The product is exact in float32.
+  const Halves d = __builtin_ia32_vcvtps2ph(wide(a) * wide(b) + wide(c), 0);
+  return (u16)d[0] | (u32)(u16)d[1] << 16;
+}
+DEV u32 mul_fp16x2(u32 a, u32 b) { return fma_fp16x2(a, b, 0x80008000u); }
+DEV u32 add_fp16x2(u32 a, u32 b) { return fma_fp16x2(a, 0x3c003c00u, b); }
+DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  float x[2], y[2], z[2];
+  unpack_bf16(a, x[0], x[1]), unpack_bf16(b, y[0], y[1]), unpack_bf16(c, z[0], z[1]);
+  return pack_bf16(std::fma(x[0], y[0], z[0]), std::fma(x[1], y[1], z[1]));
+}
+DEV u32 mul_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }
+DEV float max_or_nan(float a, float b) { return a != a ? a : b != b ? b : std::max(a, b); }
 // What products and `pack` take 16 bits for.
 #if IS_BF16
 DEV float of_16(u16 v) { return bits<float>((u32)v << 16); }
@@ -380,7 +428,7 @@ template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
     const u32 first =
         TRANSPOSED ? rows[8 * i + inner] + 2 * outer : rows[8 * i + outer] + 2 * inner;
     const u32 second = TRANSPOSED ? rows[8 * i + inner + 1] + 2 * outer : first + 2;
-    r[i] = from_shared<u16>(first) | (u32)from_shared<u16>(second) << 16;
+    r[i] = load_shared<u16>(first) | (u32)load_shared<u16>(second) << 16;
   }
   __syncwarp();  // nobody writes there before all lanes have read
 }

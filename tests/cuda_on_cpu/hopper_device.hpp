@@ -28,12 +28,6 @@ DEV u32 uniform(u32 x) {
     if (lanes[i] != x) fail("a value that lanes do not share");
   return x;
 }
-DEV float lg2(float x) { return std::log2(x); }
-DEV float rcp(float x) { return 1.f / x; }
-DEV void mbar_wait(u32 bar, u32 parity) { slot_wait(bar, parity); }
-DEV void fence_mbar_init() {}
-DEV void fence_writes() {}
-DEV void store_zeros(u32 address) { std::memset(shared(address, 16), 0, 16); }
 template <int N> DEV void lower_registers() {}
 template <int N> DEV void raise_registers() {}
 template <int N> DEV void pin(float (&)[N]) {}

@@ -17,18 +17,9 @@ static int num_threads;        // of a CTA
 #define blockDim (Index{num_threads})
 #define THREADS num_threads
 
-struct alignas(8) float2 { float x, y; };
-static float2 make_float2(float x, float y) { return {x, y}; }
 DEV float __fadd_rn(float a, float b) { return a + b; }
 DEV float __fsub_rn(float a, float b) { return a - b; }
 DEV float __fmul_rn(float a, float b) { return a * b; }
-DEV float max_or_nan(float a, float b) { return a != a ? a : b != b ? b : std::max(a, b); }
-DEV u16 float_to_bf16(float f) {
-  const u32 v = bits<u32>(f);
-  return f != f ? 0x7fff : (v + 0x7fff + (v >> 16 & 1)) >> 16;
-}
-DEV u32 pack_fp16(float lo, float hi) { return float_to_half(lo) | (u32)float_to_half(hi) << 16; }
-DEV u32 pack_bf16(float lo, float hi) { return float_to_bf16(lo) | (u32)float_to_bf16(hi) << 16; }
 
 // ---- products of bytes: fragments as PTX deals them
 struct ByteOperands { u32 a[4], b[2]; };
@@ -66,7 +57,7 @@ template <int N> DEV void product(float (&sums)[N], const u32* weights, u32 toke
   own_products().back().push_back({sums, weights, tokens, 2 * N, false});
 }
 DEV float of_bits(u16 v, bool is_bf16) { return is_bf16 ? bits<float>((u32)v << 16) : half_to_float(v); }
-DEV u16 swizzled(u32 at) { return from_shared<u16>(at ^ (at >> 7 & 7) << 4); }
+DEV u16 swizzled(u32 at) { return load_shared<u16>(at ^ (at >> 7 & 7) << 4); }
 DEV void multiply(const Product& p) {
   Matrices& m = current->warp->matrices[current->warp->turn & 1];
   const int g = lane_id() / 4, column = 2 * (lane_id() % 4);
@@ -98,10 +89,6 @@ DEV u32 uniform(u32 x) {
 }
 
 // ---- memory and barriers
-DEV void mbar_wait(u32 at, u32 parity) { slot_wait(at, parity); }
-DEV void copy_bulk(u32 to, const u8* from, int bytes, u32 barrier) {
-  bulk_load(to, from, bytes, barrier);
-}
 // The thread's copies arrive late, each counted in bytes beside its arrival.
 DEV void mbar_arrive_copied(u32 at) {
   for (const Pending& copy : own_groups().back()) {
@@ -110,13 +97,6 @@ DEV void mbar_arrive_copied(u32 at) {
   }
   own_groups().back().clear();
   mbar_arrive(at);
-}
-DEV void sts(u32 a, float v) { std::memcpy(shared(a, 4), &v, 4); }
-DEV float load_of(u32 a, int rank) {
-  float v;
-  shared(a, 4);
-  std::memcpy(&v, ctas[rank].smem + a, 4);
-  return v;
 }
 DEV u32 hidden(u32 v) { return v; }
 DEV u32 merge(u32 v, u32 mask, u32 other) { return (v & mask) | other; }
@@ -132,7 +112,7 @@ DEV void cluster_sync() {
 struct Late { u8* at; std::vector<u8> data; };
 static std::vector<Late> late;
 static bool has_waited;
-DEV void launch_next() {}
+DEV void launch_dependents() {}
 DEV void wait_for_inputs() {
   if (!has_waited)
     for (const Late& one : late) std::memcpy(one.at, one.data.data(), one.data.size());

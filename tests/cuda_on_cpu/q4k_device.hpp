@@ -4,7 +4,6 @@
 #include <deque>
 
 typedef long long i64;
-struct Planes { const u8 *p0, *p1, *p2, *p3; };
 struct Place { int x, y; };
 static Place block_at, grid_size;
 #undef blockIdx
@@ -23,18 +22,6 @@ constexpr int MOST_THREADS = 1024;  // of a CTA
 static std::vector<Groups> groups;  // by CTA and thread
 DEV Groups& own_groups() { return groups[current->cta * MOST_THREADS + current->tid]; }
 
-DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - here().smem); }
-DEV uint4 lds16(u32 a) { return from_shared<uint4>(a); }
-DEV uint2 lds8(u32 a) { return from_shared<uint2>(a); }
-DEV u32 lds4(u32 a) { return from_shared<u32>(a); }
-DEV u32 lds2(u32 a) { return from_shared<u16>(a); }
-DEV float ldsf(u32 a) { return from_shared<float>(a); }
-DEV void sts16(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  const u32 v[] = {x, y, z, w};
-  std::memcpy(shared(a, 16), v, 16);
-}
-DEV void sts4(u32 a, u32 v) { std::memcpy(shared(a, 4), &v, 4); }
-DEV void sts2(u32 a, u16 v) { std::memcpy(shared(a, 2), &v, 2); }
 DEV void copy16_of(u32 to, const void* from, int bytes) {
   if (bytes && (u64)from % 16) fail("alignment of a copy");
   Pending copy = {to, 16, {}};
@@ -56,14 +43,6 @@ template <int N> DEV void copy_wait() {
   for (; own.size() > N + 1; own.pop_front())
     for (const Pending& copy : own.front()) std::memcpy(shared(copy.to, copy.size), copy.data, copy.size);
 }
-DEV u32 fma2(u32 a, u32 b, u32 c) {
-  const auto wide = [](u32 v) { return __builtin_ia32_vcvtph2ps(Halves{(short)v, (short)(v >> 16)}); };
-  // The product is exact in float32.
-  const Halves d = __builtin_ia32_vcvtps2ph(wide(a) * wide(b) + wide(c), 0);
-  return (u16)d[0] | (u32)(u16)d[1] << 16;
-}
-DEV u32 mul2(u32 a, u32 b) { return fma2(a, b, 0x80008000u); }
-DEV u32 add2(u32 a, u32 b) { return fma2(a, 0x3c003c00u, b); }
 DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   multiply_add(c, {{a0, a1, a2, a3}, {b0, b1}}, 2);
 }
@@ -77,8 +56,6 @@ DEV u32 __byte_perm(u32 a, u32 b, u32 places) {
   }
   return v;
 }
-DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
-DEV u32 byte_pair(u32 v, int k) { return __byte_perm(v, 0x64646464u, 0x4040u | k | k << 8); }
 DEV float fmaf(float a, float b, float c) { return std::fma(a, b, c); }
 DEV void __threadfence() {}
 template <class T> DEV T __ldcg(const T* p) { return *p; }

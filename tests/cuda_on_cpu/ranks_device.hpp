@@ -8,8 +8,8 @@
 struct PlaceOfCta { int rank, launch, block; };
 static std::vector<PlaceOfCta> places_of_ctas;
 static std::vector<u32> ended;  // launches of each rank that have ended
-DEV void let_dependents_start() {}
-DEV void wait_for_predecessor() {
+DEV void launch_dependents() {}
+DEV void wait_for_inputs() {
   const PlaceOfCta& own = places_of_ctas[current->cta];
   if (ended[own.rank] < (u32)own.launch) wait_while(ended[own.rank], own.launch - 1);
 }

@@ -1,6 +1,6 @@
 // Runs the launches of several ranks on one processor; behind ranks_device.hpp and a kernel's source, KERNEL, which
 // takes Args. Ranks run at random speeds, and for a while one of them not at all. On a rank a launch may begin once the
-// one two before it has ended, and passes wait_for_predecessor once the one before it has, after which its input is
+// one two before it has ended, and passes wait_for_inputs once the one before it has, after which its input is
 // there.
 struct Launch {
   Args args;

@@ -18,7 +18,3 @@ DEV void wgmma_keys(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
       d[4 * j + e] = sum[0], d[4 * j + 2 + e] = sum[1];
     }
 }
-DEV float larger(float x, float y) { return x != x ? x : y != y ? y : std::max(x, y); }
-DEV void unpack_fp16(u32 both, float& low, float& high) {
-  low = half_to_float((u16)both), high = half_to_float((u16)(both >> 16));
-}

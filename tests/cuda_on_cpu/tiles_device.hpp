@@ -1,15 +1,4 @@
 // What sparse_attention_tiles_ptx.cuh gives, for one processor; behind cluster_device.hpp.
-DEV u32 aligned_base() { return 0; }
-DEV void store_row(u32 address, u32 x, u32 y, u32 z, u32 w) { sts16(address, x, y, z, w); }
-DEV void store_short(u32 address, u32 x) { sts2(address, (u16)x); }
-DEV void store_pair(u32 address, float x, float y) {
-  const float pair[2] = {x, y};
-  std::memcpy(shared(address, 8), pair, 8);
-}
-DEV u64 load_scales(const void* from) {
-  if ((u64)from % 8) fail("alignment of a load");
-  return *(const u64*)from;
-}
 DEV void wgmma_values(float (&d)[64], u32 a, u32 b, int is_first) {
   float x[2][16];
   for (int h = 0; h < 2; ++h)

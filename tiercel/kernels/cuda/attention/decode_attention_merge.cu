@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     const float2* stats,    // (tokens * heads, slots): maximum and sum
     u16* out,               // (tokens * heads, D)
     int reqs, int kv_heads, int group, int slots, int window, int most_queries) {
-  let_dependents_start();
+  launch_dependents();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #if FOLDS
   const Lengths lengths{nullptr, cu_seqlens, seq_lens, reqs, kv_heads, group, window, 0};
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     part.low = at.first_split(), part.last = at.last_split();
     part.held = __ballot_sync(~0u, at.is_held(rows_at, part.first + lane));
   }
-  wait_for_predecessor();
+  wait_for_inputs();
   const int first_tasks = parts[0].end - parts[0].task;
   const int tasks = first_tasks + parts[1].end - parts[1].task;
   for (int i = warp; i < tasks; i += WARPS) {
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
   const int query = blockIdx.y % most_queries, task = blockIdx.x * WARPS + warp;
   const int position = of.seq_len - of.queries + query, low = split_of(of.low);
   const int last = position < 0 ? -1 : split_of(position);
-  wait_for_predecessor();  // who waits for this kernel waits for the ones ahead too
+  wait_for_inputs();  // who waits for this kernel waits for the ones ahead too
   const auto held = [&](int first) {
     return __ballot_sync(~0u, first + lane >= low && first + lane <= last);
   };

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "include/attention_ptx.cuh"
+#include "include/copy_ptx.cuh"
+#include "include/shared_ptx.cuh"
 
 #if IS_BF16
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -10,7 +12,6 @@
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
 #endif
 
-DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -41,39 +42,13 @@ DEV void store_transposed(u32 address, u32 x0, u32 x1) {
   }
 #endif
 }
-DEV void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// 16 bytes, or zeros without reading the source.
-DEV void copy16(u32 to, const void* from, bool is_read) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               ::"r"(to), "l"(from), "r"(is_read ? 16 : 0) : "memory");
-}
-DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> DEV void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-DEV float4 load_floats(u32 address) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
-  return x;
-}
-DEV void store_floats(u32 address, float4 x) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-               ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
-}
-DEV void store_16(u32 address, uint4 x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-               ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-DEV void store_float(u32 address, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-}
-DEV void store_half(u32 address, u32 x) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)x) : "memory");
-}
 // Prefetches a line to the L2.
 DEV void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+// A warp's 8 x 8 matrix of 16-bit elements, transposed: lane 4 g + t has row g, columns 2 t, 2 t + 1.
+DEV u32 transpose(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }

@@ -32,8 +32,8 @@
 // (requests whose lengths have room in shared memory), SHARED_SUMS.
 #include "attention/decode_attention_ptx.cuh"
 #include "attention/decode_attention_splits.cuh"
-#include "attention/decode_attention_walk.cuh"
 #include "attention/decode_attention_sums.cuh"
+#include "attention/decode_attention_walk.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_split(
     const u16* q,         // (tokens, heads, D)
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   // A constant that the compiler does not make again and again, from a slow register.
   const u32 smem = __shfl_sync(~0u, shared_address(memory), 0);
-  let_dependents_start();
+  launch_dependents();
   int *kept = (int*)(memory + LENGTHS), *results = (int*)(memory + RESULTS);
   const bool is_kept = reqs <= KEPT;
   if (is_kept) {
@@ -116,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
       for (int i = 0; i < ROWS; i += LINES) {
         if (ROWS % LINES && line + i >= ROWS) break;
         const u16* from = find_query(ahead, line + i);
-        copy16(to + 2 * KV_BYTES + swizzled(line + i, piece, PIECES), from ? from : q,
-               from != nullptr);
+        copy16_of(to + 2 * KV_BYTES + swizzled(line + i, piece, PIECES), from ? from : q,
+                  from != nullptr ? 16 : 0);
       }
     }
     if (is_whole) {
@@ -147,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
         const i64 first = (i64)(i < SPAN ? blocks[0] : blocks[BLOCKS - 1]) * BLOCK_SIZE + in_block;
         const i64 from = (first + row % SPAN) * key_stride + ahead.kv_head * D + piece * 8;
         const u32 there = to + swizzled(row, piece, PIECES);
-        copy16(there, is_read ? k_cache + from : k_cache, is_read);
-        copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
+        copy16_of(there, is_read ? k_cache + from : k_cache, is_read ? 16 : 0);
+        copy16_of(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read ? 16 : 0);
       }
       copy_commit();
     }
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
 #pragma unroll
     for (int i = 0; i < ROWS; i += LINES) {
       if (ROWS % LINES && line + i >= ROWS) break;
-      store_16(smem + 2 * KV_BYTES + swizzled(line + i, piece, PIECES), x[i / LINES]);
+      store_shared<uint4>(smem + 2 * KV_BYTES + swizzled(line + i, piece, PIECES), x[i / LINES]);
     }
   };
 
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     if (!ahead.is_over()) {
       const bool is_new = ahead.tile * TILE + TILE > ahead.of.seq_len - ahead.of.queries;
       if (!has_waited && (is_new || (i > 0 && ahead.has_new_queries(lengths)))) {
-        wait_for_predecessor();
+        wait_for_inputs();
         has_waited = true;
       }
       fetch(i, i > 0, !has_waited);
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
       if (from && piece % 8 == 0 && !has_waited) prefetch_line(from);
     }
   }
-  if (!has_waited) wait_for_predecessor();
+  if (!has_waited) wait_for_inputs();
   if (!here.is_over()) load_queries();
 
   // Lane 4 g + t holds rows 2 t and 2 t + 1 of a tile of 8, and keys or columns g and g + 8 of 16.
@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
               fmaxf(most_of_warp[r][h], fmaxf(score[t][r][h], score[t][r][2 + h]));
       }
     const u32 own_row = (8 * row_of_group(group_lane) + row_lane + (group_lane & 1)) * 16 + warp * 4;
-    store_float(smem + MAXIMA + own_row,
+    store_shared<float>(smem + MAXIMA + own_row,
                 reduce(most_of_warp, lane, [](float x, float y) { return fmaxf(x, y); }));
     __syncthreads();  // maxima
 #pragma unroll
@@ -323,17 +323,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = 8 * r + row_lane + h;
-        const float4 most_of = load_floats(smem + MAXIMA + row * 16);
+        const float4 most_of = load_shared<float4>(smem + MAXIMA + row * 16);
         const float most = fmaxf(fmaxf(fmaxf(most_of.x, most_of.y), fmaxf(most_of.z, most_of.w)),
                                  maximum[r][h]);
         const float shift = most == NEG_INF ? 0.f : most;  // nothing seen yet
-        const float decay = exp2_fast(maximum[r][h] - shift);
+        const float decay = exp2_approx(maximum[r][h] - shift);
         maximum[r][h] = most;
         sum[r][h] = __fmul_rn(sum[r][h], decay);
 #pragma unroll
         for (int t = 0; t < KT; ++t) {
-          const float low = exp2_fast(score[t][r][h] - shift);
-          const float high = exp2_fast(score[t][r][2 + h] - shift);
+          const float low = exp2_approx(score[t][r][h] - shift);
+          const float high = exp2_approx(score[t][r][2 + h] - shift);
           score[t][r][h] = low, score[t][r][2 + h] = high;
           sum[r][h] = __fadd_rn(sum[r][h], __fadd_rn(low, high));
         }
@@ -352,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
                          pack(score[t][r][0], score[t][r][1]),
                          pack(score[t][r][2], score[t][r][3]));
     if (here.is_last())
-      store_float(smem + SUMS + own_row,
+      store_shared<float>(smem + SUMS + own_row,
                   reduce(sum, lane, [](float x, float y) { return __fadd_rn(x, y); }));
     copy_wait<2 * STAGES - 2>();
     __syncthreads();  // weights, sums and values

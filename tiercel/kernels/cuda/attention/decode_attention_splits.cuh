@@ -41,9 +41,9 @@ struct Request {
 // weight of what comes is returned, that of what is there is `decay`.
 DEV float rise(float& maximum, float most, float& decay) {
   const float both = fmaxf(maximum, most), shift = both == NEG_INF ? 0.f : both;
-  decay = exp2_fast(maximum - shift);
+  decay = exp2_approx(maximum - shift);
   maximum = both;
-  return exp2_fast(most - shift);
+  return exp2_approx(most - shift);
 }
 DEV float add_scaled(float sum, float decay, float x, float weight) {
   return __fmaf_rn(sum, decay, __fmul_rn(x, weight));

@@ -97,7 +97,7 @@ struct Sums {
     float decay[2], weight[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float4 of_warps = load_floats(smem + SUMS + (8 * tile + 2 * (lane & 3) + h) * 16);
+      const float4 of_warps = load_shared<float4>(smem + SUMS + (8 * tile + 2 * (lane & 3) + h) * 16);
       const float total = __fadd_rn(__fadd_rn(of_warps.x, of_warps.y),
                                     __fadd_rn(of_warps.z, of_warps.w));
       float most = NEG_INF;  // of this lane's tile; an index would take it through memory
@@ -123,12 +123,12 @@ struct Sums {
 #if FOLDS && SHARED_SUMS
     __syncwarp();  // all lanes have read the one before
     if (lane / 4 < NR)
-      store_floats(row_scale(), make_float4(maximum[0], maximum[1], sum[0], sum[1]));
+      store_shared<float4>(row_scale(), make_float4(maximum[0], maximum[1], sum[0], sum[1]));
 #pragma unroll
     for (int d = 0; d < DT; ++d)
 #pragma unroll
       for (int r = 0; r < NR; ++r)
-        store_floats(row_place(d, r), make_float4(acc[d][r][0], acc[d][r][1], acc[d][r][2],
+        store_shared<float4>(row_place(d, r), make_float4(acc[d][r][0], acc[d][r][1], acc[d][r][2],
                                                   acc[d][r][3]));
     __syncwarp();
 #elif FOLDS
@@ -146,7 +146,7 @@ struct Sums {
   DEV void take_row(bool is_added) {
 #if FOLDS
 #if SHARED_SUMS
-    const float4 v = load_floats(row_scale());
+    const float4 v = load_shared<float4>(row_scale());
     const float row_maximum[] = {v.x, v.y}, row_sum[] = {v.z, v.w};
 #endif
     float decay[2], weight[2];
@@ -165,7 +165,7 @@ struct Sums {
 #pragma unroll
       for (int d = 0; d < DT; ++d) {
 #if SHARED_SUMS
-        const float4 x = load_floats(row_place(d, r));
+        const float4 x = load_shared<float4>(row_place(d, r));
         const float of_row_so_far[] = {x.x, x.y, x.z, x.w};
 #else
         const float(&of_row_so_far)[4] = row_acc[d][r];

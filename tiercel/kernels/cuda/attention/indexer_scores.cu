@@ -14,7 +14,8 @@
 // Macros: WGS (warpgroups), CTAS (an SM), QUERY (0: bfloat16, 1: float32, 2: float16), LONG_VISIBLE
 // (whether `visible` is int64), IS_BF16 (1), CLUSTER (1).
 #include "attention/indexer_scores_ptx.cuh"
-#include "attention/sparse_attention_ptx.cuh"
+#include "include/global_ptx.cuh"
+#include "include/half_ptx.cuh"
 
 #define NTHR (128 * WGS)
 #define D 128
@@ -79,7 +80,8 @@ struct Queries {
                        (QUERY == 1 ? 4 : 2) * 8 * (i % (D / 8));
 #pragma unroll
       for (int half = 0; half < (QUERY == 1 ? 2 : 1); ++half)
-        own[n].words[half] = head < w.heads ? load_rows(from + 16 * half) : make_uint4(0, 0, 0, 0);
+        own[n].words[half] =
+            head < w.heads ? load_no_allocate<uint4>(from + 16 * half) : make_uint4(0, 0, 0, 0);
     }
   }
   // To shared memory, in the order of products.
@@ -94,8 +96,8 @@ struct Queries {
         const int step = 2 * word + n / 2;  // the product of 16 channels
         const int column = 16 * (step % 4) + 8 * (n % 2) + 2 * quad;
         const u32 at = base + step / 4 * CHUNK + 128 * head + (2 * column ^ (head & 7) << 4);
-        store_word(at, high[n]);
-        if (TERMS == 2) store_word(at + 2 * CHUNK, low[n]);
+        store_shared<u32>(at, high[n]);
+        if (TERMS == 2) store_shared<u32>(at + 2 * CHUNK, low[n]);
       }
     }
   }
@@ -116,11 +118,11 @@ DEV void decode(const Key& key, u32 (&pairs)[16]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll
-    for (int k = 0; k < 4; ++k) pairs[4 * i + k] = multiply_pairs(pair_of_codes(words[i], k), factor);
+    for (int k = 0; k < 4; ++k) pairs[4 * i + k] = mul_bf16x2(pair_of_codes(words[i], k), factor);
   if (key.scale > 128) {
     const u32 rest = key.scale == 255 ? 0x7fc07fc0u : pair_of(key.scale - 1);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) pairs[i] = multiply_pairs(pairs[i], rest);
+    for (int i = 0; i < 16; ++i) pairs[i] = mul_bf16x2(pairs[i], rest);
   }
 }
 DEV u32 column_of(const Work& w, int entry) {
@@ -132,16 +134,16 @@ DEV int block_of(const Work& w, const int* table, int entry, int seen) {
 DEV Key load_key(const Work& w, int block, int entry, int seen, int quad) {
   if (entry >= seen) return {make_uint4(0, 0, 0, 0), 127};
   const i64 index = (u32)entry - column_of(w, entry) * w.per_block;
-  return {load_rows(w.keys + block * w.block_bytes + index * w.entry_bytes + 16 * quad),
+  return {load_no_allocate<uint4>(w.keys + block * w.block_bytes + index * w.entry_bytes + 16 * quad),
           w.scales[block * w.scale_block_bytes + index * w.scale_entry_bytes + quad]};
 }
 
 extern "C" __global__ void __launch_bounds__(NTHR, CTAS) indexer_scores(const __grid_constant__ Work w) {
-  let_dependents_start();
+  launch_dependents();
   const u32 base = aligned_base();
   const int tid = threadIdx.x, lane = tid & 31, quad = lane & 3, token = blockIdx.y;
   const int wg = uni(tid >> 7), row = 16 * (tid >> 5 & 3) + (lane >> 2);
-  wait_for_predecessor();
+  wait_for_inputs();
   // What depends on nothing is loaded first, then what waits for it: rows, blocks, keys.
   const i64 wanted =
       LONG_VISIBLE ? ((const i64*)w.visible)[token] : (i64)((const int*)w.visible)[token];
@@ -172,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(NTHR, CTAS) indexer_scores(const __
   }
 #pragma unroll
   for (int i = 0; i < 16; ++i) weights[i] *= w.factor;
-  fence_writes();
+  fence_shared_writes();
   __syncthreads();
   const u32 queries = uniform(mdesc(base, 16));
   float* to = w.scores + (i64)token * w.max_entries;
@@ -206,16 +208,16 @@ extern "C" __global__ void __launch_bounds__(NTHR, CTAS) indexer_scores(const __
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          sums[h] = fmaf(larger(s[4 * j + 2 * h + e], 0.f), weights[2 * j + e], sums[h]);
+          sums[h] = fmaf(max_or_nan(s[4 * j + 2 * h + e], 0.f), weights[2 * j + e], sums[h]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sums[h] += __shfl_xor_sync(~0u, sums[h], 1);
       sums[h] += __shfl_xor_sync(~0u, sums[h], 2);
       if (quad == h && entry + 8 * h < seen) to[entry + 8 * h] = sums[h];
-      if (entry + 8 * h < seen) best = larger(best, sums[h]);
+      if (entry + 8 * h < seen) best = max_or_nan(best, sums[h]);
     }
 #pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) best = larger(best, __shfl_xor_sync(~0u, best, mask));
+    for (int mask = 4; mask < 32; mask *= 2) best = max_or_nan(best, __shfl_xor_sync(~0u, best, mask));
     if (lane == 0 && entry < seen) bests[entry / 16] = best;
   }
 }

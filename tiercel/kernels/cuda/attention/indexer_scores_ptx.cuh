@@ -13,13 +13,3 @@ DEV void wgmma_keys(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
       : F32(0)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(DESC_HI), "n"(acc));
 }
-// NaN if one is.
-DEV float larger(float x, float y) {
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
-DEV void unpack_fp16(u32 both, float& low, float& high) {
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-      : "=f"(low), "=f"(high) : "r"(both));
-}

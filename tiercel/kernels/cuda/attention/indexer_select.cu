@@ -56,9 +56,9 @@ DEV u32 scan(u32 x, u32 base) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const u32 sum = scan_warp(x);
   __syncthreads();  // the sums of the scan before have been read
-  if (lane == 31) store_word(base + SUMS_AT + 4 * warp, sum);
+  if (lane == 31) store_shared<u32>(base + SUMS_AT + 4 * warp, sum);
   __syncthreads();
-  const u32 of_warp = load_word(base + SUMS_AT + 4 * lane);  // each lane that of another one
+  const u32 of_warp = load_shared<u32>(base + SUMS_AT + 4 * lane);  // each lane that of another one
   const u32 before = scan_warp(of_warp) - of_warp;
   return __shfl_sync(~0u, before, warp) + sum;
 }
@@ -71,7 +71,7 @@ struct Set {
   u32 at;
   const float* scores;  // null: in shared memory
   int count;
-  DEV u32 value(int i) const { return scores ? ordered(scores[i]) : load_word(at + 4 * i); }
+  DEV u32 value(int i) const { return scores ? ordered(scores[i]) : load_shared<u32>(at + 4 * i); }
 };
 struct Bound {
   u32 least;  // of the chosen, if all that reach it are
@@ -96,23 +96,23 @@ template <int PASSES> DEV Bound find_bound(const Set& set, u32 wanted, u32 base)
     __syncthreads();
     // Bins from the highest on: two of a thread.
     const int high = BINS - 1 - 2 * tid;
-    const uint2 pair = load_words(bins + 4 * (high - 1));
+    const uint2 pair = load_shared<uint2>(bins + 4 * (high - 1));
     const u32 upto = scan(pair.x + pair.y, base), before = upto - pair.x - pair.y;
     if (before < rest && rest <= upto) {
       const bool is_low = before + pair.y < rest;
-      store_word(base + BIN_AT, high - is_low);
-      store_word(base + REST_AT, rest - before - (is_low ? pair.y : 0));
-      store_word(base + COUNT_AT, is_low ? pair.x : pair.y);
+      store_shared<u32>(base + BIN_AT, high - is_low);
+      store_shared<u32>(base + REST_AT, rest - before - (is_low ? pair.y : 0));
+      store_shared<u32>(base + COUNT_AT, is_low ? pair.x : pair.y);
     }
     __syncthreads();
-    least |= load_word(base + BIN_AT) << shift;
-    rest = load_word(base + REST_AT);
-    if (rest == load_word(base + COUNT_AT)) return {least, 0};
+    least |= load_shared<u32>(base + BIN_AT) << shift;
+    rest = load_shared<u32>(base + REST_AT);
+    if (rest == load_shared<u32>(base + COUNT_AT)) return {least, 0};
   }
   return {least, rest};
 }
 DEV void clear_words(u32 at, int count) {
-  for (int i = threadIdx.x; i < count; i += CTA_THREADS) store_word(at + 4 * i, 0);
+  for (int i = threadIdx.x; i < count; i += CTA_THREADS) store_shared<u32>(at + 4 * i, 0);
 }
 // Places at the end of a list for what a lane has: one of each `has`, -1 for none.
 template <int N> DEV void append(u32 counter, const bool (&has)[N], int (&places)[N]) {
@@ -155,7 +155,8 @@ DEV Set find_candidates(const float* row, const float* best, int seen, int topk,
   }
 #pragma unroll
   for (int n = 0; n < OWN; ++n)
-    if (n * CTA_THREADS + tid < count) store_word(base + BEST_AT + 4 * (n * CTA_THREADS + tid), mosts[n]);
+    if (n * CTA_THREADS + tid < count)
+      store_shared<u32>(base + BEST_AT + 4 * (n * CTA_THREADS + tid), mosts[n]);
   __syncthreads();
   const u32 least = count > topk ? find_bound<2>({base + BEST_AT, nullptr, count}, topk, base).least : 0;
   {
@@ -166,12 +167,12 @@ DEV Set find_candidates(const float* row, const float* best, int seen, int topk,
     append(base + COUNTER_AT, has, places);
 #pragma unroll
     for (int n = 0; n < OWN; ++n)
-      if (has[n]) store_word(base + GROUPS_AT + 4 * places[n], n * CTA_THREADS + tid);
+      if (has[n]) store_shared<u32>(base + GROUPS_AT + 4 * places[n], n * CTA_THREADS + tid);
   }
   __syncthreads();  // the bests have been read, and bins
   clear_words(base, 2 * BINS);
   clear_words(base + EQUAL_AT, (seen + 31) / 32);
-  const int total = load_word(base + COUNTER_AT) << log2_size, mask = (1 << log2_size) - 1;
+  const int total = load_shared<u32>(base + COUNTER_AT) << log2_size, mask = (1 << log2_size) - 1;
   for (int i = tid; i < (total + 31) / 32 * 32; i += CTA_THREADS * BATCH) {
     u32 values[BATCH];
     int entries[BATCH], places[BATCH];
@@ -181,7 +182,8 @@ DEV Set find_candidates(const float* row, const float* best, int seen, int topk,
       const int at = i + n * CTA_THREADS;
       entries[n] = seen;
       if (at < total)
-        entries[n] = (load_word(base + GROUPS_AT + 4 * (at >> log2_size)) << log2_size) + (at & mask);
+        entries[n] =
+            (load_shared<u32>(base + GROUPS_AT + 4 * (at >> log2_size)) << log2_size) + (at & mask);
       values[n] = entries[n] < seen ? ordered(row[entries[n]]) : 0;
     }
 #pragma unroll
@@ -190,12 +192,12 @@ DEV Set find_candidates(const float* row, const float* best, int seen, int topk,
 #pragma unroll
     for (int n = 0; n < BATCH; ++n)
       if (has[n] && places[n] < CAPACITY) {
-        store_word(base + VALUES_AT + 4 * places[n], values[n]);
-        store_word(base + ENTRIES_AT + 4 * places[n], entries[n]);
+        store_shared<u32>(base + VALUES_AT + 4 * places[n], values[n]);
+        store_shared<u32>(base + ENTRIES_AT + 4 * places[n], entries[n]);
       }
   }
   __syncthreads();
-  const int found = load_word(base + COUNTER_AT + 4);
+  const int found = load_shared<u32>(base + COUNTER_AT + 4);
   if (found > CAPACITY) return {0, row, seen};
   return {base + VALUES_AT, nullptr, found};
 }
@@ -206,11 +208,11 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1) indexer_select(
     const float* bests,   // (tokens, best_stride) of each 16 scores, if HAS_GROUPS
     const void* visible,  // (tokens,)
     int max_entries, int best_stride, int topk, int out_stride) {
-  let_dependents_start();
+  launch_dependents();
   const u32 base = shared_base();
   const int tid = threadIdx.x, lane = tid & 31, token = blockIdx.y;
   clear_words(base, 3 * BINS + 64);
-  wait_for_predecessor();
+  wait_for_inputs();
   const i64 wanted = IS_LONG ? ((const i64*)visible)[token] : (i64)((const int*)visible)[token];
   const int seen = (int)(wanted < max_entries ? wanted : max_entries);
   const float* row = scores + (i64)token * max_entries;
@@ -231,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1) indexer_select(
   } else {
     clear_words(base + EQUAL_AT, words);
 #pragma unroll 8
-    for (int i = tid; i < seen; i += CTA_THREADS) store_word(base + VALUES_AT + 4 * i, ordered(row[i]));
+    for (int i = tid; i < seen; i += CTA_THREADS)
+      store_shared<u32>(base + VALUES_AT + 4 * i, ordered(row[i]));
     __syncthreads();
   }
   const Bound bound = find_bound<3>(set, topk, base);
@@ -240,15 +243,15 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1) indexer_select(
     const bool is_equal = i < set.count && bound.rest && value == bound.least;
     const bool is_chosen = i < set.count && !is_equal && value >= bound.least;
     if (has_entries) {
-      const u32 entry = is_equal || is_chosen ? load_word(base + ENTRIES_AT + 4 * i) : 0;
+      const u32 entry = is_equal || is_chosen ? load_shared<u32>(base + ENTRIES_AT + 4 * i) : 0;
       if (is_equal || is_chosen)
         or_shared(base + (is_equal ? EQUAL_AT : CHOSEN_AT) + entry / 32 * 4, 1u << entry % 32);
       continue;
     }
     const u32 chosen = __ballot_sync(~0u, is_chosen), equal = __ballot_sync(~0u, is_equal);
     if (lane == 0) {
-      store_word(base + CHOSEN_AT + i / 32 * 4, chosen);
-      if (bound.rest) store_word(base + EQUAL_AT + i / 32 * 4, equal);
+      store_shared<u32>(base + CHOSEN_AT + i / 32 * 4, chosen);
+      if (bound.rest) store_shared<u32>(base + EQUAL_AT + i / 32 * 4, equal);
     }
   }
   __syncthreads();
@@ -257,18 +260,18 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1) indexer_select(
   const int last = min(first + own, words);
   if (bound.rest) {
     u32 count = 0;
-    for (int i = first; i < last; ++i) count += __popc(load_word(base + EQUAL_AT + 4 * i));
+    for (int i = first; i < last; ++i) count += __popc(load_shared<u32>(base + EQUAL_AT + 4 * i));
     int left = (int)bound.rest - (int)(scan(count, base) - count);
     for (int i = first; i < last; ++i) {
-      u32 bits = load_word(base + EQUAL_AT + 4 * i), kept = 0;
+      u32 bits = load_shared<u32>(base + EQUAL_AT + 4 * i), kept = 0;
       for (; bits && left > 0; --left) kept |= bits & -bits, bits &= bits - 1;
-      store_word(base + CHOSEN_AT + 4 * i, load_word(base + CHOSEN_AT + 4 * i) | kept);
+      store_shared<u32>(base + CHOSEN_AT + 4 * i, load_shared<u32>(base + CHOSEN_AT + 4 * i) | kept);
     }
   }
   u32 count = 0;
-  for (int i = first; i < last; ++i) count += __popc(load_word(base + CHOSEN_AT + 4 * i));
+  for (int i = first; i < last; ++i) count += __popc(load_shared<u32>(base + CHOSEN_AT + 4 * i));
   to += scan(count, base) - count;
   for (int i = first; i < last; ++i)
-    for (u32 bits = load_word(base + CHOSEN_AT + 4 * i); bits; bits &= bits - 1)
+    for (u32 bits = load_shared<u32>(base + CHOSEN_AT + 4 * i); bits; bits &= bits - 1)
       *to++ = 32 * i + __ffs(bits) - 1;
 }

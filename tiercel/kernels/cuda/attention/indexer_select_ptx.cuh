@@ -2,7 +2,8 @@
 // this file.
 #pragma once
 
-#include "attention/cluster_ptx.cuh"
+#include "attention/decode_attention_ptx.cuh"
+#include "include/cluster_ptx.cuh"
 
 // Adds to a word of shared memory, and gives what it was.
 DEV u32 take_shared(u32 address, u32 x) {

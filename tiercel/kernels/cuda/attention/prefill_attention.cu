@@ -71,7 +71,7 @@ __device__ __forceinline__ void epilogue(float (&o)[64], const float (&m)[2], co
   float l0 = l[0], l1 = l[1];
   l0 += __shfl_xor_sync(~0u, l0, 1); l1 += __shfl_xor_sync(~0u, l1, 1);
   l0 += __shfl_xor_sync(~0u, l0, 2); l1 += __shfl_xor_sync(~0u, l1, 2);
-  const float v0 = l0 > 0.f ? rcp(l0) : 0.f, v1 = l1 > 0.f ? rcp(l1) : 0.f;
+  const float v0 = l0 > 0.f ? rcp_approx(l0) : 0.f, v1 = l1 > 0.f ? rcp_approx(l1) : 0.f;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float v = h ? v1 : v0;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void epilogue(float (&o)[64], const float (&m)[2], co
       for (int j = 0; j < 16; j++)
         *(float2*)(dst + 8 * j + 2 * q4) = make_float2(o[4 * j + 2 * h] * v, o[4 * j + 2 * h + 1] * v);
       // log2(0) is -inf: a row that saw nothing has no weight
-      if (q4 == 0) k.sums[(dst - k.out) / D] = m[h] * k.sl2 + lg2(h ? l1 : l0);
+      if (q4 == 0) k.sums[(dst - k.out) / D] = m[h] * k.sl2 + log2_approx(h ? l1 : l0);
     }
 #else
 #pragma unroll
@@ -122,8 +122,8 @@ __device__ __forceinline__ void grow(float (&m)[2], float x0, float x1, float sl
                                      float& a0, float& a1) {
   x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 1)); x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 1));
   x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 2)); x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 2));
-  if (x0 > m[0] + thr) { a0 = ex2((m[0] - x0) * sl2); m[0] = x0; }
-  if (x1 > m[1] + thr) { a1 = ex2((m[1] - x1) * sl2); m[1] = x1; }
+  if (x0 > m[0] + thr) { a0 = exp2_approx((m[0] - x0) * sl2); m[0] = x0; }
+  if (x1 > m[1] + thr) { a1 = exp2_approx((m[1] - x1) * sl2); m[1] = x1; }
 }
 
 // Columns lo <= c < up of a masked step are visible, for the thread's two rows (8 apart).
@@ -133,8 +133,9 @@ struct Bounds { int lo0, up0, lo1, up1; };
 // write the same, each before its own products.
 template <int N> __device__ __forceinline__ void clear_rows(u32 v, int seen, int wg) {
   for (int i = threadIdx.x & 127; i < 8 * (N - seen); i += 128)
-    for (int half = 0; half < 2; half++) store_zeros(v + half * N * 128 + seen * 128 + i * 16);
-  fence_writes();
+    for (int half = 0; half < 2; half++)
+      store_shared(v + half * N * 128 + seen * 128 + i * 16, make_uint4(0, 0, 0, 0));
+  fence_shared_writes();
   bar_sync(4 + wg, 128);
 }
 
@@ -209,8 +210,10 @@ __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)
     for (int j = 0; j < N / 8; j++) {
       x0 = fmaxf(x0, fmaxf(s[4 * j], s[4 * j + 1]));
       x1 = fmaxf(x1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
-      const float e0 = ex2(fmaf(s[4 * j], k.sl2, c0)), e1 = ex2(fmaf(s[4 * j + 1], k.sl2, c0));
-      const float e2 = ex2(fmaf(s[4 * j + 2], k.sl2, c1)), e3 = ex2(fmaf(s[4 * j + 3], k.sl2, c1));
+      const float e0 = exp2_approx(fmaf(s[4 * j], k.sl2, c0)),
+                  e1 = exp2_approx(fmaf(s[4 * j + 1], k.sl2, c0));
+      const float e2 = exp2_approx(fmaf(s[4 * j + 2], k.sl2, c1)),
+                  e3 = exp2_approx(fmaf(s[4 * j + 3], k.sl2, c1));
       s0 += e0 + e1; s1 += e2 + e3;
       pn[2 * j] = pack(e0, e1); pn[2 * j + 1] = pack(e2, e3);
     }
@@ -220,10 +223,10 @@ __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)
       c0 = -m[0] * k.sl2; c1 = -m[1] * k.sl2; s0 = 0.f; s1 = 0.f;
 #pragma unroll
       for (int j = 0; j < N / 8; j++) {
-        const float e0 = ex2(fmaf(s[4 * j], k.sl2, c0));
-        const float e1 = ex2(fmaf(s[4 * j + 1], k.sl2, c0));
-        const float e2 = ex2(fmaf(s[4 * j + 2], k.sl2, c1));
-        const float e3 = ex2(fmaf(s[4 * j + 3], k.sl2, c1));
+        const float e0 = exp2_approx(fmaf(s[4 * j], k.sl2, c0));
+        const float e1 = exp2_approx(fmaf(s[4 * j + 1], k.sl2, c0));
+        const float e2 = exp2_approx(fmaf(s[4 * j + 2], k.sl2, c1));
+        const float e3 = exp2_approx(fmaf(s[4 * j + 3], k.sl2, c1));
         s0 += e0 + e1; s1 += e2 + e3;
         pn[2 * j] = pack(e0, e1); pn[2 * j + 1] = pack(e2, e3);
       }
@@ -245,10 +248,10 @@ __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)
   const float c0 = -m[0] * k.sl2, c1 = -m[1] * k.sl2;
 #pragma unroll
   for (int j = 0; j < N / 8; j++) { // in place: p may still feed the running product
-    s[4 * j] = ex2(fmaf(s[4 * j], k.sl2, c0));
-    s[4 * j + 1] = ex2(fmaf(s[4 * j + 1], k.sl2, c0));
-    s[4 * j + 2] = ex2(fmaf(s[4 * j + 2], k.sl2, c1));
-    s[4 * j + 3] = ex2(fmaf(s[4 * j + 3], k.sl2, c1));
+    s[4 * j] = exp2_approx(fmaf(s[4 * j], k.sl2, c0));
+    s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], k.sl2, c0));
+    s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], k.sl2, c1));
+    s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], k.sl2, c1));
     s0 += s[4 * j] + s[4 * j + 1]; s1 += s[4 * j + 2] + s[4 * j + 3];
   }
   l[0] = l[0] * a0 + s0; l[1] = l[1] * a1 + s1;
@@ -344,8 +347,8 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
   __shared__ int2 work[QBUF]; // tile (-1: no more) and KV head
   // Rows that a tile sees of its last item or page step; in registers they would spill in FAST_LOOP.
   __shared__ int last_seen[NWG];
-  const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
-  const u32 b0 = smem_u32(bars);
+  const u32 smem = (shared_address(raw) + 1023) & ~1023u;
+  const u32 b0 = shared_address(bars);
   const Ring ring{b0, b0 + 8 * STAGES, smem + QBUF * QBYTES};
   const u32 qfull = b0 + 16 * STAGES, qempty = qfull + 8 * QBUF;
   if (threadIdx.x == 0) {
@@ -357,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
       mbar_init(qfull + 8 * i, 1);
       mbar_init(qempty + 8 * i, 4 * NWG);
     }
-    fence_mbar_init();
+    mbar_fence();
   }
   __syncthreads();
   const int grp = uni(threadIdx.x >> 7);

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16) rotary_kv_write(
     uint2* v_cache,        // like k_cache
     const float* q_weight, const float* k_weight,  // (D,), read with HAS_NORMS
     float eps) {
-  let_dependents_start();
+  launch_dependents();
   const int token = blockIdx.x, dim = 4 * ((int)threadIdx.x % LANES);
   // Lanes after the last head compute as those of the last one, for the shuffles, and store
   // nothing.
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16) rotary_kv_write(
   // In runs of 4 elements, of which the host allows 2**32: a register each, where two would spill.
   const u32 at = ((u32)token * ALL + head) * (D / 4) + dim / 4;
   const u32 to = ((u32)slot * KV_HEADS + (head - NUM_HEADS) % KV_HEADS) * (D / 4) + dim / 4;
-  wait_for_predecessor();
+  wait_for_inputs();
   const uint2 first = __ldcg(heads + at), second = __ldcg(heads + at + D / 8);
   if (is_written && is_v) store(v_cache + to, first, second);
   float a[4], b[4];

@@ -11,6 +11,7 @@
 //
 // A vector is 448 channels of E4M3 with a scale of E8M0 for 64, then 64 of bfloat16.
 #include "include/blackwell.cuh"
+#include "include/half_ptx.cuh"
 
 constexpr int HEAD_ROWS = 128, CHANNELS = 512, KEYS = 64;
 constexpr int PANEL = 64;                             // channels of a row of 128 bytes
@@ -41,20 +42,13 @@ DEV void multiply_chances(u32 sums, u32 a, u64 b, bool adds) {
       : "memory");
 }
 
-DEV u32 pack(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
 // Two E4M3 times a scale.
 DEV u32 decode(u32 codes, float scale) {
   u32 halves;
   float low, high;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-      : "=f"(low), "=f"(high)
-      : "r"(halves));
-  return pack(low * scale, high * scale);
+  unpack_fp16(halves, low, high);
+  return pack_bf16(low * scale, high * scale);
 }
 
 struct Part {
@@ -128,7 +122,7 @@ DEV float write_chances(u32 lane, u64 present, float scale, float top) {
         const float b =
             present >> (key + 1) & 1 ? exp2f(__uint_as_float(scores[i + 1]) * scale - top) : 0;
         total += a + b;
-        packed[8 * part + i / 2] = pack(a, b);
+        packed[8 * part + i / 2] = pack_bf16(a, b);
       }
     }
     tmem_store(lane + CHANCES + first / 2, packed);
@@ -162,26 +156,26 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   __shared__ u64 present;
   u8* keys = shared + PANELS * Q_PANEL;
   const int warp = threadIdx.x / 32, token = blockIdx.y, half = blockIdx.x;
-  const u32 scores_done = smem_address(barriers), sums_done = scores_done + 8;
+  const u32 scores_done = shared_address(barriers), sums_done = scores_done + 8;
   if (threadIdx.x == 0) {
-    barrier_init(scores_done, 1);
-    barrier_init(sums_done, 1);
-    barrier_fence();
+    mbar_init(scores_done, 1);
+    mbar_init(sums_done, 1);
+    mbar_fence();
   }
-  if (warp == 5) tmem_allocate(smem_address(&tmem), TMEM_COLUMNS);
+  if (warp == 5) tmem_allocate(shared_address(&tmem), TMEM_COLUMNS);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   load_q(shared, q + token * token_stride, head_stride);
   fence_before_sync();
   __syncthreads();
   fence_after_sync();
   const u32 base = tmem, lane = base + ((u32)(warp % 4 * 32) << 16);
-  const u32 q_at = smem_address(shared), keys_at = smem_address(keys);
+  const u32 q_at = shared_address(shared), keys_at = shared_address(keys);
   const int num_keys = first.num_keys + second.num_keys;
   float top = NOTHING, total = 0;
   int tile = 0;
 
   for (int start = 0; start < num_keys; start += KEYS, tile++) {
-    if (tile > 0) barrier_wait(sums_done, (tile - 1) & 1);  // the keys before are read
+    if (tile > 0) mbar_wait(sums_done, (tile - 1) & 1);  // the keys before are read
     const int row = threadIdx.x / 4, place = start + row;
     int slot = -1;
     const bool is_first = place < first.num_keys;
@@ -192,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     __syncthreads();
     if (threadIdx.x % 4 == 0 && slot >= 0) atomicOr(&present, (u64)1 << row);
     load_key(keys, row, threadIdx.x % 4, part, slot);
-    fence_async();
+    fence_shared_writes();
     __syncthreads();
     if (threadIdx.x == 128) {
       fence_after_sync();
@@ -204,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
       commit(scores_done);
     }
     if (warp < 4) {
-      barrier_wait(scores_done, tile & 1);
+      mbar_wait(scores_done, tile & 1);
       fence_after_sync();
       const float before = top;
       top = fmaxf(top, largest_score(lane, present, scale));
@@ -227,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   }
 
   if (warp < 4) {
-    if (tile > 0) barrier_wait(sums_done, (tile - 1) & 1);
+    if (tile > 0) mbar_wait(sums_done, (tile - 1) & 1);
     fence_after_sync();
     const int head = threadIdx.x;
     float factor = 1;
@@ -247,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
       u32 packed[8];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        packed[i] = pack(__uint_as_float(sums[2 * i]) * inverse,
+        packed[i] = pack_bf16(__uint_as_float(sums[2 * i]) * inverse,
                          __uint_as_float(sums[2 * i + 1]) * inverse);
       *(uint4*)(to + 2 * column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
       *(uint4*)(to + 2 * column + 16) = make_uint4(packed[4], packed[5], packed[6], packed[7]);

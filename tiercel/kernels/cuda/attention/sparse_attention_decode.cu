@@ -19,8 +19,9 @@
 //
 // Macros: TILE (keys of a turn), CLUSTER, CTAS (per SM), KIND0, KIND1 (how keys are listed, see
 // sparse_attention_keys.cuh), LONG0, LONG1 (whether a list is int64).
-#include "attention/cluster_ptx.cuh"
+#include "attention/decode_attention_ptx.cuh"
 #include "attention/sparse_attention_keys.cuh"
+#include "include/cluster_ptx.cuh"
 
 #define WARPS 8
 #define D 512
@@ -58,12 +59,12 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
     Part part0, Part part1,
     i64 q_token_bytes, i64 q_head_bytes,
     int heads, float scale_log2) {
-  let_dependents_start();
+  launch_dependents();
   const u32 memory_at = shared_base();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, quad = lane & 3;
   const int rank = blockIdx.x % CLUSTER, first_head = blockIdx.x / CLUSTER * HEADS;
   const int token = blockIdx.y;
-  wait_for_predecessor();
+  wait_for_inputs();
   const Keys keys0 = keys_of<KIND0>(part0, token), keys1 = keys_of<KIND1>(part1, token);
   const int units0 = (keys0.count + 15) / 16, units = units0 + (keys1.count + 15) / 16;
   const int share = (units + CLUSTER - 1) / CLUSTER;
@@ -90,8 +91,8 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
         locate<KIND0, LONG0>(part0, keys0, token, 16 * at + key % 16, row, scales);
       else if (at < last)
         locate<KIND1, LONG1>(part1, keys1, token, 16 * (at - units0) + key % 16, row, scales);
-      store_long(memory_at + ROWS_AT + 16 * key, row);
-      store_long(memory_at + ROWS_AT + 16 * key + 8, scales);
+      store_shared<u64>(memory_at + ROWS_AT + 16 * key, row);
+      store_shared<u64>(memory_at + ROWS_AT + 16 * key + 8, scales);
     }
     __syncthreads();
 
@@ -100,13 +101,13 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       const u32 at = memory_at + ROWS_AT + 16 * (8 * n + group);
-      const u64 row = load_long(at), scales = load_long(at + 8);
+      const u64 row = load_shared<u64>(at), scales = load_shared<u64>(at + 8);
       const u8* from = (const u8*)row + (warp < 7 ? 64 * warp + 16 * quad : 448 + 32 * quad);
       uint4 a = make_uint4(0, 0, 0, 0), b = a;
       scale_bytes[n] = 127;
       if (row) {
-        a = load_rows(from);
-        if (warp == 7) b = load_rows(from + 16);
+        a = load_no_allocate<uint4>(from);
+        if (warp == 7) b = load_no_allocate<uint4>(from + 16);
         else scale_bytes[n] = ((const u8*)scales)[warp];
       }
       keys[n][0] = a.x, keys[n][1] = a.y, keys[n][2] = a.z, keys[n][3] = a.w;
@@ -123,7 +124,7 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
       float scores[4] = {};
 #pragma unroll
       for (int j = 0; j < 4; ++j) mma(scores, queries[j], keys[n][2 * j], keys[n][2 * j + 1]);
-      store_floats(memory_at + 16 * ((warp * NT + n) * 32 + lane),
+      store_shared<float4>(memory_at + 16 * ((warp * NT + n) * 32 + lane),
                    make_float4(scores[0], scores[1], scores[2], scores[3]));
     }
     __syncthreads();
@@ -139,12 +140,12 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
       float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
-        const float4 y = load_floats(memory_at + 16 * ((w * NT + n) * 32 + lane));
+        const float4 y = load_shared<float4>(memory_at + 16 * ((w * NT + n) * 32 + lane));
         x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
       }
       const u32 at = memory_at + ROWS_AT + 16 * (8 * n + 2 * quad);
-      if (load_long(at)) own[i][0] = x.x * scale_log2, own[i][2] = x.z * scale_log2;
-      if (load_long(at + 16)) own[i][1] = x.y * scale_log2, own[i][3] = x.w * scale_log2;
+      if (load_shared<u64>(at)) own[i][0] = x.x * scale_log2, own[i][2] = x.z * scale_log2;
+      if (load_shared<u64>(at + 16)) own[i][1] = x.y * scale_log2, own[i][3] = x.w * scale_log2;
       best[0] = fmaxf(best[0], fmaxf(own[i][0], own[i][1]));
       best[1] = fmaxf(best[1], fmaxf(own[i][2], own[i][3]));
     }
@@ -153,7 +154,7 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
       best[half] = fmaxf(best[half], __shfl_xor_sync(~0u, best[half], 1));
       best[half] = fmaxf(best[half], __shfl_xor_sync(~0u, best[half], 2));
       if (quad == 0)
-        store_float(memory_at + TOPS_AT + 4 * (warp * HEADS + group + 8 * half), best[half]);
+        store_shared<float>(memory_at + TOPS_AT + 4 * (warp * HEADS + group + 8 * half), best[half]);
     }
     __syncthreads();
 
@@ -163,9 +164,9 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
       float most = top[half];
 #pragma unroll
       for (int w = 0; w < WARPS; ++w)
-        most = fmaxf(most, load_float(memory_at + TOPS_AT + 4 * (w * HEADS + group + 8 * half)));
+        most = fmaxf(most, load_shared<float>(memory_at + TOPS_AT + 4 * (w * HEADS + group + 8 * half)));
       shift[half] = most == NONE ? 0.f : most;  // no key so far
-      decay[half] = exp2_fast(top[half] - shift[half]);
+      decay[half] = exp2_approx(top[half] - shift[half]);
       top[half] = most;
     }
 #pragma unroll
@@ -175,8 +176,8 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
       float p[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        p[e] = exp2_fast(own[i][e] - shift[e / 2]), part[e / 2] += p[e];
-      store_words(memory_at + WEIGHTS_AT + 8 * (n * 32 + lane),
+        p[e] = exp2_approx(own[i][e] - shift[e / 2]), part[e / 2] += p[e];
+      store_shared<uint2>(memory_at + WEIGHTS_AT + 8 * (n * 32 + lane),
                   make_uint2(pack(p[0], p[1]), pack(p[2], p[3])));
     }
 #pragma unroll
@@ -184,7 +185,7 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
       part[half] += __shfl_xor_sync(~0u, part[half], 1);
       part[half] += __shfl_xor_sync(~0u, part[half], 2);
       if (quad == 0)
-        store_float(memory_at + SUMS_AT + 4 * (warp * HEADS + group + 8 * half), part[half]);
+        store_shared<float>(memory_at + SUMS_AT + 4 * (warp * HEADS + group + 8 * half), part[half]);
     }
     __syncthreads();
 
@@ -193,7 +194,7 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; ++w)
-        sum += load_float(memory_at + SUMS_AT + 4 * (w * HEADS + group + 8 * half));
+        sum += load_shared<float>(memory_at + SUMS_AT + 4 * (w * HEADS + group + 8 * half));
       total[half] = total[half] * decay[half] + sum;
     }
 #pragma unroll
@@ -203,8 +204,8 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
     }
 #pragma unroll
     for (int pair = 0; pair < NT / 2; ++pair) {
-      const uint2 a = load_words(memory_at + WEIGHTS_AT + 8 * (2 * pair * 32 + lane));
-      const uint2 b = load_words(memory_at + WEIGHTS_AT + 8 * ((2 * pair + 1) * 32 + lane));
+      const uint2 a = load_shared<uint2>(memory_at + WEIGHTS_AT + 8 * (2 * pair * 32 + lane));
+      const uint2 b = load_shared<uint2>(memory_at + WEIGHTS_AT + 8 * ((2 * pair + 1) * 32 + lane));
       const u32 weights[4] = {a.x, a.y, b.x, b.y};
 #pragma unroll
       for (int i = 0; i < 8; ++i)
@@ -218,13 +219,13 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int i = 0; i < 8; i += 2)
-      store_floats(memory_at + 4 * ((group + 8 * half) * OUT + 64 * warp + 16 * quad + 2 * i),
+      store_shared<float4>(memory_at + 4 * ((group + 8 * half) * OUT + 64 * warp + 16 * quad + 2 * i),
                    make_float4(sums[i][2 * half], sums[i][2 * half + 1], sums[i + 1][2 * half],
                                sums[i + 1][2 * half + 1]));
   if (warp == 0 && quad == 0)
     for (int half = 0; half < 2; ++half) {
-      store_float(memory_at + TOPS_AT + 4 * (group + 8 * half), top[half]);
-      store_float(memory_at + TOPS_AT + 4 * (HEADS + group + 8 * half), total[half]);
+      store_shared<float>(memory_at + TOPS_AT + 4 * (group + 8 * half), top[half]);
+      store_shared<float>(memory_at + TOPS_AT + 4 * (HEADS + group + 8 * half), total[half]);
     }
 #if CLUSTER > 1
   cluster_sync();
@@ -237,20 +238,20 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
     float4 parts[CLUSTER];
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
-      tops[r] = load_remote_float(memory_at + TOPS_AT + 4 * head, r);
-      totals[r] = load_remote_float(memory_at + TOPS_AT + 4 * (HEADS + head), r);
-      parts[r] = load_remote_floats(memory_at + 4 * (head * OUT + 4 * column), r);
+      tops[r] = load_remote<float>(memory_at + TOPS_AT + 4 * head, r);
+      totals[r] = load_remote<float>(memory_at + TOPS_AT + 4 * (HEADS + head), r);
+      parts[r] = load_remote<float4>(memory_at + 4 * (head * OUT + 4 * column), r);
     }
     const float sink = sinks ? sinks[first_head + head] * LOG2_E : NONE;
     float most = sink;
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) most = fmaxf(most, tops[r]);
     if (most == NONE) most = 0.f;
-    float sum = exp2_fast(sink - most);
+    float sum = exp2_approx(sink - most);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
-      const float weight = exp2_fast(tops[r] - most);
+      const float weight = exp2_approx(tops[r] - most);
       sum += weight * totals[r];
       x.x += weight * parts[r].x, x.y += weight * parts[r].y;
       x.z += weight * parts[r].z, x.w += weight * parts[r].w;

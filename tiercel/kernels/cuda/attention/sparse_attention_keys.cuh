@@ -2,7 +2,8 @@
 // by its slot, by its entry of a paged sequence, or as one of a run of entries.
 #pragma once
 
-#include "attention/sparse_attention_ptx.cuh"
+#include "include/global_ptx.cuh"
+#include "include/half_ptx.cuh"
 
 struct Part {
   const u8 *cache, *scales;
@@ -72,6 +73,6 @@ DEV void spread_e4m3(u32 word, u32& first, u32& second) {
 }
 DEV void widen_e4m3(u32 word, const Factor& factor, u32& first, u32& second) {
   spread_e4m3(word, first, second);
-  first = multiply_pairs(multiply_pairs(first, factor.first), factor.second);
-  second = multiply_pairs(multiply_pairs(second, factor.first), factor.second);
+  first = mul_bf16x2(mul_bf16x2(first, factor.first), factor.second);
+  second = mul_bf16x2(mul_bf16x2(second, factor.first), factor.second);
 }

@@ -123,7 +123,7 @@ struct Gather {
   DEV void fetch(int n) {
     const int group = group_of(n);
     const u8* row = rows[half_of(n)] + (group == 7 ? 16 * quad : 0);
-    held[n % 9] = load_rows(row + (group == 7 ? 448 + 16 * (n % 3 - 1) : 64 * group));
+    held[n % 9] = load_no_allocate<uint4>(row + (group == 7 ? 448 + 16 * (n % 3 - 1) : 64 * group));
   }
   // To the row of a key: `at` is the first of the lane's two chunks of 16 bytes, the other is at ^ 16.
   template <bool IS_LARGE> DEV void decode(int n, u32 at) {
@@ -131,7 +131,7 @@ struct Gather {
     const int group = group_of(n);
     const u32 to = half_of(n) * (8 * 128) + group % 2 * CHUNK;
     if (group == 7) {
-      store_row((n % 3 == 1 ? at : at ^ 16) + to, x.x, x.y, x.z, x.w);
+      store_shared((n % 3 == 1 ? at : at ^ 16) + to, make_uint4(x.x, x.y, x.z, x.w));
       return;
     }
     const u32 scale = (u32)(scales[half_of(n)] >> 8 * group) & 255, factor = pair_of(scale + 120);
@@ -144,17 +144,17 @@ struct Gather {
         continue;
       }
       spread_e4m3(words[i], y[2 * i], y[2 * i + 1]);
-      y[2 * i] = multiply_pairs(y[2 * i], factor);
-      y[2 * i + 1] = multiply_pairs(y[2 * i + 1], factor);
+      y[2 * i] = mul_bf16x2(y[2 * i], factor);
+      y[2 * i + 1] = mul_bf16x2(y[2 * i + 1], factor);
     }
-    store_row(at + to, y[0], y[1], y[2], y[3]);
-    store_row((at ^ 16) + to, y[4], y[5], y[6], y[7]);
+    store_shared(at + to, make_uint4(y[0], y[1], y[2], y[3]));
+    store_shared((at ^ 16) + to, make_uint4(y[4], y[5], y[6], y[7]));
   }
   DEV void aim(int half, const Work& w, const Listed& listed, const Spot& spot) {
     const Part& part = listed.is_second ? w.part1 : w.part0;
     const bool has = listed.entry >= 0;
     rows[half] = (has ? (const u8*)row_of(part, spot) : (const u8*)no_key) + 16 * quad;
-    next_scales[half] = has ? load_scales((const u8*)scales_of(part, spot)) : 0;
+    next_scales[half] = has ? load_read_only<u64>((const u8*)scales_of(part, spot)) : 0;
   }
   // Whether a scale of this tile takes two factors.
   DEV bool has_large() const {
@@ -187,8 +187,8 @@ struct Producer {
       gather.fetch(n < 9 ? n + 9 : n - 9);
       if (n == 17) {
         const u32 note = base + NOTES_AT + turn.slot * NOTE;
-        if (tid % 32 == 0) store_short(note + MASK_AT + tid / 16, has);
-        if (tid == 0) store_word(note + IS_LAST_AT, is_last);
+        if (tid % 32 == 0) store_shared<u16>(note + MASK_AT + tid / 16, has);
+        if (tid == 0) store_shared<u32>(note + IS_LAST_AT, is_last);
       }
       if (n % 4 == 3 && n < 12 || n == 17) {
         // The fence is where they wait: here it would wait for the loads in flight too.
@@ -250,7 +250,7 @@ DEV void weigh(const Work& w, const TMap* q, u32 base, int tid) {
 #pragma unroll
       for (int p = 0; p < 4; ++p, ring.next()) {
         mbar_wait(base + FULL(ring.pair), ring.phase);
-        fence_writes();
+        fence_shared_writes();
         const u32 kd = uniform(mdesc(base + KEYS_AT + ring.pair * PAIR, 16));
         wg_fence();
 #pragma unroll
@@ -261,8 +261,8 @@ DEV void weigh(const Work& w, const TMap* q, u32 base, int tid) {
         }
         wg_commit();
       }
-      const uint2 mask = load_words(note + MASK_AT);
-      is_last = uni(load_word(note + IS_LAST_AT));
+      const uint2 mask = load_shared<uint2>(note + MASK_AT);
+      is_last = uni(load_shared<u32>(note + IS_LAST_AT));
       wg_wait<0>();
       pin(s);
       if (is_last && item + item_step() < w.items) {  // all products with these queries are done
@@ -287,19 +287,19 @@ DEV void weigh(const Work& w, const TMap* q, u32 base, int tid) {
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
         if (most > top[h] + w.most_growth)
-          factors[h] = ex2((top[h] - most) * w.scale_log2), top[h] = most;
+          factors[h] = exp2_approx((top[h] - most) * w.scale_log2), top[h] = most;
         const float shift = -top[h] * w.scale_log2;
         float sum = 0.f;
         const u32 to = base + WEIGHTS_AT + turn.slot * CHUNK + 128 * (row + 8 * h) + 4 * quad;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const float a = ex2(fmaf(s[4 * j + 2 * h], w.scale_log2, shift));
-          const float b = ex2(fmaf(s[4 * j + 2 * h + 1], w.scale_log2, shift));
+          const float a = exp2_approx(fmaf(s[4 * j + 2 * h], w.scale_log2, shift));
+          const float b = exp2_approx(fmaf(s[4 * j + 2 * h + 1], w.scale_log2, shift));
           sum += a + b;
-          store_word(to + ((j ^ (row & 7)) << 4), pack(a, b));
+          store_shared<u32>(to + ((j ^ (row & 7)) << 4), pack(a, b));
         }
         total[h] = total[h] * factors[h] + sum;
-        if (quad == 0) store_float(note + 4 * (row + 8 * h), factors[h]);
+        if (quad == 0) store_shared<float>(note + 4 * (row + 8 * h), factors[h]);
       }
       if (is_last) {
 #pragma unroll
@@ -310,18 +310,19 @@ DEV void weigh(const Work& w, const TMap* q, u32 base, int tid) {
           const float log2_top = top[h] * w.scale_log2;
 #if CLUSTER > 1
           if (quad == 0) {
-            store_float(base + TOPS_AT + 4 * (row + 8 * h), log2_top);
-            store_float(base + TOPS_AT + 4 * (HEADS + row + 8 * h), sum);
+            store_shared<float>(base + TOPS_AT + 4 * (row + 8 * h), log2_top);
+            store_shared<float>(base + TOPS_AT + 4 * (HEADS + row + 8 * h), sum);
           }
 #else
           const int head = item % w.groups * HEADS + row + 8 * h;
-          if (w.sinks && head < w.heads) sum += ex2(w.sinks[head] * LOG2_E - log2_top);
-          if (quad == 0) store_float(note + LAST_AT + 4 * (row + 8 * h), sum > 0.f ? 1.f / sum : 0.f);
+          if (w.sinks && head < w.heads) sum += exp2_approx(w.sinks[head] * LOG2_E - log2_top);
+          if (quad == 0)
+            store_shared<float>(note + LAST_AT + 4 * (row + 8 * h), sum > 0.f ? 1.f / sum : 0.f);
 #endif
         }
       }
-      if (tid == 0) store_word(note + ENDS_AT, is_last);
-      fence_writes();
+      if (tid == 0) store_shared<u32>(note + ENDS_AT, is_last);
+      fence_shared_writes();
       mbar_arrive(base + WEIGHED(turn.slot));
       turn.next();
     } while (!is_last);
@@ -371,10 +372,11 @@ DEV void add_values(const Work& w, u32 base, int wg, int tid) {
     do {
       const u32 note = base + NOTES_AT + turn.slot * NOTE;
       mbar_wait(base + WEIGHED(turn.slot), turn.phase);
-      const float a = load_float(note + 4 * row), b = load_float(note + 4 * (row + 8));
-      is_last = uni(load_word(note + ENDS_AT));
+      const float a = load_shared<float>(note + 4 * row), b = load_shared<float>(note + 4 * (row + 8));
+      is_last = uni(load_shared<u32>(note + ENDS_AT));
 #if CLUSTER == 1
-      last0 = load_float(note + LAST_AT + 4 * row), last1 = load_float(note + LAST_AT + 4 * (row + 8));
+      last0 = load_shared<float>(note + LAST_AT + 4 * row),
+      last1 = load_shared<float>(note + LAST_AT + 4 * (row + 8));
 #endif
       if (!is_first && __any_sync(~0u, a != 1.f || b != 1.f)) {
 #pragma unroll
@@ -419,8 +421,9 @@ DEV void add_values(const Work& w, u32 base, int wg, int tid) {
   for (int h = 0; h < 2; ++h)
 #pragma unroll
     for (int j = 0; j < 32; ++j)
-      store_pair(sums_at(base, row + 8 * h, 256 * wg + 8 * j + 2 * quad) + 8 * (quad & 1),
-                 o[j >> 4][4 * (j & 15) + 2 * h], o[j >> 4][4 * (j & 15) + 2 * h + 1]);
+      store_shared(
+          sums_at(base, row + 8 * h, 256 * wg + 8 * j + 2 * quad) + 8 * (quad & 1),
+          make_float2(o[j >> 4][4 * (j & 15) + 2 * h], o[j >> 4][4 * (j & 15) + 2 * h + 1]));
 #endif
 }
 
@@ -439,20 +442,20 @@ DEV void merge(const Work& w, u32 base, int tid) {
     float4 parts[CLUSTER];
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
-      tops[r] = load_remote_float(base + TOPS_AT + 4 * row, r);
-      totals[r] = load_remote_float(base + TOPS_AT + 4 * (HEADS + row), r);
-      parts[r] = load_remote_floats(sums_at(base, row, column), r);
+      tops[r] = load_remote<float>(base + TOPS_AT + 4 * row, r);
+      totals[r] = load_remote<float>(base + TOPS_AT + 4 * (HEADS + row), r);
+      parts[r] = load_remote<float4>(sums_at(base, row, column), r);
     }
     float most = START_MAX, sum = 0.f;
     if (w.sinks && head < w.heads) most = w.sinks[head] * LOG2_E, sum = 1.f;
     const float sink = most;
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) most = fmaxf(most, tops[r]);
-    sum *= ex2(sink - most);
+    sum *= exp2_approx(sink - most);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
-      const float weight = ex2(tops[r] - most);
+      const float weight = exp2_approx(tops[r] - most);
       sum += weight * totals[r];
       x.x += weight * parts[r].x, x.y += weight * parts[r].y;
       x.z += weight * parts[r].z, x.w += weight * parts[r].w;
@@ -473,7 +476,7 @@ __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(NTHR, 1) sparse_attention_tiles(
     const __grid_constant__ TMap q,  // (tokens, heads, D), boxes of 64 heads x 64 channels
     const __grid_constant__ Work w) {
-  let_dependents_start();
+  launch_dependents();
   const u32 base = aligned_base();
   const int tid = threadIdx.x, wg = uni(tid >> 7);
   if (tid == 0) {
@@ -481,9 +484,9 @@ __launch_bounds__(NTHR, 1) sparse_attention_tiles(
     mbar_init(base + WEIGHED(0), 128), mbar_init(base + WEIGHED(1), 128);
     for (int pair = 0; pair < PAIRS; ++pair)
       mbar_init(base + FULL(pair), 128), mbar_init(base + EMPTY(pair), 4);
-    fence_mbar_init();
+    mbar_fence();
   }
-  wait_for_predecessor();
+  wait_for_inputs();
   __syncthreads();
   if (wg == 0) {
     lower_registers<PRODUCER_REGISTERS>();

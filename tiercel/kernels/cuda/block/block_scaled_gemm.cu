@@ -90,25 +90,25 @@ extern "C" __global__ void __launch_bounds__(192, 1)
   __shared__ u64 barriers[2 * STAGES + 1];  // full, empty, done
   __shared__ u32 tmem;
   const int warp = threadIdx.x / 32, row_tile = blockIdx.y, weight_tile = blockIdx.x;
-  const u32 full = smem_address(barriers), empty = full + 8 * STAGES, done = empty + 8 * STAGES;
+  const u32 full = shared_address(barriers), empty = full + 8 * STAGES, done = empty + 8 * STAGES;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * STAGES + 1; i++) barrier_init(full + 8 * i, 1);
-    barrier_fence();
+    for (int i = 0; i < 2 * STAGES + 1; i++) mbar_init(full + 8 * i, 1);
+    mbar_fence();
   }
-  if (warp == 1) tmem_allocate(smem_address(&tmem), TMEM_COLUMNS);
+  if (warp == 1) tmem_allocate(shared_address(&tmem), TMEM_COLUMNS);
   fence_before_sync();
   __syncthreads();
   fence_after_sync();
-  const u32 sums = tmem, first_stage = smem_address(stages);
+  const u32 sums = tmem, first_stage = shared_address(stages);
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   if (warp == 0 && threadIdx.x % 32 == 0) {
     const i64 x_tile = (i64)row_tile * column_tiles, w_tile = (i64)weight_tile * column_tiles;
     for (int k = 0; k < column_tiles; k++) {
       const int stage = k % STAGES, turn = k / STAGES;
-      if (turn > 0) barrier_wait(empty + 8 * stage, (turn - 1) & 1);
+      if (turn > 0) mbar_wait(empty + 8 * stage, (turn - 1) & 1);
       const u32 to = first_stage + stage * STAGE_BYTES, barrier = full + 8 * stage;
-      barrier_expect(barrier, STAGE_BYTES);
+      mbar_expect(barrier, STAGE_BYTES);
       copy_bulk(to, x.values + (x_tile + k) * TILE_BYTES, TILE_BYTES, barrier);
       copy_bulk(to + TILE_BYTES, weights.values + (w_tile + k) * TILE_BYTES, TILE_BYTES, barrier);
       copy_bulk(to + 2 * TILE_BYTES, x.scales + (x_tile + k) * SCALE_BYTES, SCALE_BYTES, barrier);
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(192, 1)
   } else if (warp == 1 && threadIdx.x % 32 == 0) {
     for (int k = 0; k < column_tiles; k++) {
       const int stage = k % STAGES;
-      barrier_wait(full + 8 * stage, (k / STAGES) & 1);
+      mbar_wait(full + 8 * stage, (k / STAGES) & 1);
       fence_after_sync();
       const u32 values = first_stage + stage * STAGE_BYTES, scales = values + 2 * TILE_BYTES;
       const u32 x_scales = sums + ROWS + stage * 2 * SCALE_COLUMNS;
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(192, 1)
     }
     commit(done);
   } else if (warp >= 2) {
-    barrier_wait(done, 0);
+    mbar_wait(done, 0);
     fence_after_sync();
     const int lanes = warp % 4 * 32;  // those that this warp may load
     const int row = row_tile * ROWS + lanes + threadIdx.x % 32;

@@ -139,19 +139,19 @@ template <int KIND> DEV void fetch(Unit& unit, const Matrix& m, const Rows& rows
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       if (KIND == Q8_0) {
-        const uint2 first = load_weights8(from + 64 * piece + 8 * t);
-        const uint2 second = load_weights8(from + 64 * piece + 32 + 8 * t);
+        const uint2 first = load_no_allocate<uint2>(from + 64 * piece + 8 * t);
+        const uint2 second = load_no_allocate<uint2>(from + 64 * piece + 32 + 8 * t);
         unit.weights[half][piece] = make_uint4(first.x, first.y, second.x, second.y);
       } else {
-        unit.weights[half][piece] = load_weights16(from + 64 * piece + 16 * t);
+        unit.weights[half][piece] = load_no_allocate<uint4>(from + 64 * piece + 16 * t);
       }
     }
     if (KIND == FP8) {
       const int column = at * 128 / m.scale_columns;
-      unit.scales[half].x = m.is_wide_scale ? load_scale_word(rows.scales[half] + 4 * column)
-                                            : load_scale_byte(rows.scales[half] + column);
+      unit.scales[half].x = m.is_wide_scale ? load_read_only<u32>(rows.scales[half] + 4 * column)
+                                            : load_read_only_byte(rows.scales[half] + column);
     }
-    if (KIND == Q8_0) unit.scales[half] = load_weights8(rows.scales[half] + 8 * at);
+    if (KIND == Q8_0) unit.scales[half] = load_no_allocate<uint2>(rows.scales[half] + 8 * at);
   }
 }
 
@@ -261,7 +261,7 @@ template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, co
     for (int half = 0; half < 2; ++half) {
       const uint2 s = unit.scales[half];
       if (KIND == FP8) scales[half] = m.is_wide_scale ? __uint_as_float(s.x) : e8m0_to_float(s.x);
-      if (KIND == Q8_0) scales[half] = fp16_to_float((run / 2 ? s.y : s.x) >> 16 * (run % 2));
+      if (KIND == Q8_0) scales[half] = half_to_float((run / 2 ? s.y : s.x) >> 16 * (run % 2));
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] += part[i] * scales[i / 2];
@@ -377,7 +377,7 @@ DEV void multiply_group(const Group& group, const Input& in, u8* memory, Wait wa
 }
 
 struct AfterPredecessor {
-  DEV void operator()() const { wait_for_predecessor(); }
+  DEV void operator()() const { wait_for_inputs(); }
 };
 #if NEXT_PARTS
 typedef Work<NEXT_KINDS, NEXT_PARTS, NEXT_STAGES, NEXT_INPUT> Next;
@@ -397,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
                  u32* tickets  // zeros, and zeros again at the end
 #endif
     ) {
-  let_dependents_start();
+  launch_dependents();
   SHARED_MEMORY(memory);
   multiply_group<First>(group, in, memory, AfterPredecessor());
 #if NEXT_PARTS

@@ -17,7 +17,7 @@
 // m + 2 of those that use it: the same on all ranks, which launch the same sizes in the same order.
 // Launch m + 2 of rank A overwrites what launch m of rank B reads. A has then finished its m + 1,
 // so it has seen what B's m + 1 stored, which B did after its own m had ended: in a stream a kernel
-// ends before a later one passes wait_for_predecessor. So a rank is never more than one launch
+// ends before a later one passes wait_for_inputs. So a rank is never more than one launch
 // ahead of another, and a buffer is free when it is written. This holds whatever sizes other
 // launches have, since channels share nothing.
 //
@@ -34,9 +34,9 @@
 //
 // Macros: RANKS, WARPS (of a CTA), CHANNELS, IS_FLOAT (elements of 4 bytes), IS_BF16 (0: fp16),
 // IS_GATHER (parts are bytes), HAS_NORM.
+#include "collectives/all_reduce_ptx.cuh"
 #include "include/attention_ptx.cuh"
 #include "include/peer_words.cuh"
-#include "collectives/all_reduce_ptx.cuh"
 
 #define MOST_TICKS 256  // of clock_high: 10 minutes, after which a rank is lost, as for NCCL
 
@@ -142,10 +142,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) all_reduce(
   float weight[8], residual[8];
   load8(weight, g.weight + 8 * threadIdx.x);  // from cold memory, so before the wait
 #endif
-  let_dependents_start();
+  launch_dependents();
   const int lane = threadIdx.x % 32, channel = blockIdx.x * WARPS + threadIdx.x / 32;
   const int unit = 32 * channel + lane;
-  wait_for_predecessor();
+  wait_for_inputs();
   const uint4 own = load_unit(g.x, unit, g.num_bytes);
   // One lane reads and writes it, so that no other reads it later.
   u32 epoch = 0;

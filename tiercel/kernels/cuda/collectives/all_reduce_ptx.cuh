@@ -2,13 +2,8 @@
 // tests/cuda_on_cpu/ranks_device.hpp replaces this file.
 #pragma once
 
+#include "include/clock_ptx.cuh"
 #include "include/types.cuh"
 
-// The upper half of the clock counts 2.2 s at 1.98 GHz.
-DEV u32 clock_high() {
-  u32 now;
-  asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now)::"memory");
-  return now;
-}
 #define SHARED_FLOATS(name, count) __shared__ float name[count]
 DEV void give_up() { __trap(); }

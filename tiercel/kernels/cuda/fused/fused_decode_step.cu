@@ -34,32 +34,34 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fused_decode_step(const __grid_constant__ Args g, const __grid_constant__ Caches caches) {
-  SHARED_MEMORY(memory);
+  ALIGNED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, cta = blockIdx.x;
   const int warp = __shfl_sync(~0u, tid >> 5, 0);
   const int group = warp < WARPS ? warp / GROUP_WARPS : warp - WARPS;
-  const u32 smem = smem_u32(memory), bars = smem + Layout::BARS + 16 * group * RING;
+  const u32 smem = shared_address(memory), bars = smem + Layout::BARS + 16 * group * RING;
   const Ring ring = {smem + group * RING * SLOT, bars, bars + 8 * RING};
   volatile int* computing = reinterpret_cast<volatile int*>(memory + Layout::COMPUTING);
   if (tid == 0) {
     const u32 now = clock_high();
     *computing = 0;
-    store_shared(smem + Layout::LOST, 0), store_shared(smem + Layout::START, now);
+    store_shared<u32>(smem + Layout::LOST, 0), store_shared<u32>(smem + Layout::START, now);
 #pragma unroll
     for (int i = 0; i < (WINDOW ? 2 : 1); ++i) {
       const u64 slot = i ? *g.slot_sliding : *g.slot;
-      store_shared(smem + Layout::NEW_SLOT + 8 * i, (u32)slot);
-      store_shared(smem + Layout::NEW_SLOT + 8 * i + 4, (u32)(slot >> 32));
+      store_shared<u32>(smem + Layout::NEW_SLOT + 8 * i, (u32)slot);
+      store_shared<u32>(smem + Layout::NEW_SLOT + 8 * i + 4, (u32)(slot >> 32));
     }
-    store_shared(smem + Layout::NUM_KEYS, *g.seq_len - 1);
+    store_shared<u32>(smem + Layout::NUM_KEYS, *g.seq_len - 1);
   }
   if (tid < HEAD) {
     const long long at = (long long)*g.position * HEAD + tid;
-    store_shared(smem + Layout::ROPE + 4 * tid, __float_as_uint(g.rope[at]));
-    if (WINDOW) store_shared(smem + Layout::ROPE + 4 * (HEAD + tid), __float_as_uint(g.rope_sliding[at]));
+    store_shared<u32>(smem + Layout::ROPE + 4 * tid, __float_as_uint(g.rope[at]));
+    if (WINDOW)
+      store_shared<u32>(smem + Layout::ROPE + 4 * (HEAD + tid),
+                        __float_as_uint(g.rope_sliding[at]));
   }
   if (tid <= GATEUP_PARTS)
-    store_shared(smem + Layout::SHARES + 4 * tid, g.shares[(1 + GATEUP_PARTS) * cta + tid]);
+    store_shared<u32>(smem + Layout::SHARES + 4 * tid, g.shares[(1 + GATEUP_PARTS) * cta + tid]);
   if (tid < 64) load_head_norms(g, smem, 0, tid);
   __syncthreads();
   if (warp >= WARPS) {
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (warp >= WARPS) {
     drop_registers();
-    const int gateup_parts = load_shared_word(smem + Layout::SHARES);
+    const int gateup_parts = load_shared<u32>(smem + Layout::SHARES);
     if (lane == 0) produce(g, caches, memory, smem, ring, group, gateup_parts, computing);
     return;
   }
@@ -94,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     publish(g.exchange + records_at(QKV) + 3 * part, smem + Layout::SCRATCH + 8 * warp, residual,
             g.norms[32 * part + lane], true, 0, lane);
   }
-  const int gateup_parts = load_shared_word(smem + Layout::SHARES);
+  const int gateup_parts = load_shared<u32>(smem + Layout::SHARES);
   uint4 ahead = {};
 #pragma unroll 1
   for (int phase = 0; phase < 4 * LAYERS; ++phase) {

@@ -13,8 +13,8 @@ DEV void load_head_norms(const Args& g, u32 smem, int layer, int i) {
     if (at >= HEAD / 2) return;
     const float4 w = reinterpret_cast<const float4*>(g.head_norms)[HEAD / 2 * layer + at];
     const u32 to = smem + Layout::HEAD_NORMS + 16 * at;
-    store_shared(to, __float_as_uint(w.x)), store_shared(to + 4, __float_as_uint(w.y));
-    store_shared(to + 8, __float_as_uint(w.z)), store_shared(to + 12, __float_as_uint(w.w));
+    store_shared<u32>(to, __float_as_uint(w.x)), store_shared<u32>(to + 4, __float_as_uint(w.y));
+    store_shared<u32>(to + 8, __float_as_uint(w.z)), store_shared<u32>(to + 12, __float_as_uint(w.w));
   }
 #endif
 }
@@ -29,7 +29,7 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
   u16* plane = nullptr;
   if (warp >= HEADS && ends.split == 0 && ends.head % SHARERS == 0) {
     const u32 at = smem + Layout::NEW_SLOT + (ends.slides ? 8 : 0);
-    const long long slot = (long long)load_shared_long(at);
+    const long long slot = (long long)load_shared<u64>(at);
     // 64-bit: slots * 1024 elements pass 2^31.
     if (slot >= 0)
       plane = caches.planes[layer][warp - HEADS] + (slot * KV_HEADS + ends.kv_head()) * HEAD + 4 * part;
@@ -74,7 +74,7 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
     const float r = rsqrtf(t * (1.f / HEAD) + g.eps);
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
-      const uint4 w = load_shared(smem + Layout::HEAD_NORMS + (warp == HEADS) * 4 * HEAD +
+      const uint4 w = load_shared<uint4>(smem + Layout::HEAD_NORMS + (warp == HEADS) * 4 * HEAD +
                                   16 * part + 512 * k);
       v[k][0] *= r * __uint_as_float(w.x), v[k][1] *= r * __uint_as_float(w.y);
       v[k][2] *= r * __uint_as_float(w.z), v[k][3] *= r * __uint_as_float(w.w);
@@ -82,7 +82,7 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
 #endif
     const u32 table = smem + Layout::ROPE + (ends.slides ? 4 * HEAD : 0);
     const u32 turns = table + 16 * (VECTORS > 1 ? part : part & (LANES / 2 - 1));
-    const uint4 c = load_shared(turns), s = load_shared(turns + 2 * HEAD);
+    const uint4 c = load_shared<uint4>(turns), s = load_shared<uint4>(turns + 2 * HEAD);
     const u32 cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // pairs (i, i + HEAD / 2)
@@ -102,7 +102,7 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
 #pragma unroll
   for (int k = 0; k < VECTORS; ++k) {
     const u32 lo = pack(v[k][0], v[k][1]), hi = pack(v[k][2], v[k][3]);
-    store_shared(to + 256 * k, lo), store_shared(to + 256 * k + 4, hi);
+    store_shared<u32>(to + 256 * k, lo), store_shared<u32>(to + 256 * k + 4, hi);
     if (plane) *reinterpret_cast<uint2*>(plane + 128 * k) = make_uint2(lo, hi);
   }
 }
@@ -167,7 +167,7 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
     high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
     // The maximum follows only when it grew by more than 8 in the exponent.
     float factor = 1;
-    if (high > most + 8.f) factor = ex2(most - high), most = high;
+    if (high > most + 8.f) factor = exp2_approx(most - high), most = high;
     if (__any_sync(~0u, factor != 1.f)) {
       sum *= factor;
       const float f0 = __shfl_sync(~0u, factor, 8 * (lane & 3));
@@ -175,8 +175,8 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
 #pragma unroll
       for (int i = 0; i < HEAD / 16; ++i) o[i][0] *= f0, o[i][1] *= f1, o[i][2] *= f0, o[i][3] *= f1;
     }
-    const float p0 = sees(column) ? ex2(s0 - most) : 0;
-    const float p1 = sees(column + 1) ? ex2(s1 - most) : 0;
+    const float p0 = sees(column) ? exp2_approx(s0 - most) : 0;
+    const float p1 = sees(column + 1) ? exp2_approx(s1 - most) : 0;
     sum += p0 + p1;
     const u32 p = pack(p0, p1);
     // Memory beside the keys that count holds anything: 0 * NaN would be NaN.
@@ -200,7 +200,7 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
   sum += __shfl_xor_sync(~0u, sum, 2);
   if (row < HEADS && (lane & 3) == 0) {
     const u32 at = smem + Layout::WARP_SUMS + (warp * HEADS + row) * 8;
-    store_shared(at, __float_as_uint(most)), store_shared(at + 4, __float_as_uint(sum));
+    store_shared<u32>(at, __float_as_uint(most)), store_shared<u32>(at + 4, __float_as_uint(sum));
   }
   return outputs;
 }
@@ -219,9 +219,9 @@ DEV void store_outputs(const Outputs& outputs, u32 smem, int warp, int lane, int
 #pragma unroll
     for (int i = 0; i < HEAD / 16; ++i) {
       if (head < HEADS)
-        store_shared(at + 64 * i, __float_as_uint(upper ? o[i][2] : o[i][0]));
+        store_shared<u32>(at + 64 * i, __float_as_uint(upper ? o[i][2] : o[i][0]));
       if (head + 1 < HEADS)
-        store_shared(at + 64 * i + PITCH, __float_as_uint(upper ? o[i][3] : o[i][1]));
+        store_shared<u32>(at + 64 * i + PITCH, __float_as_uint(upper ? o[i][3] : o[i][1]));
     }
     return;
   }
@@ -230,12 +230,12 @@ DEV void store_outputs(const Outputs& outputs, u32 smem, int warp, int lane, int
 #pragma unroll
   for (int i = 0; i < HEAD / 16; ++i) {
     if (column < HEADS) {
-      store_shared(at + 64 * i, __float_as_uint(o[i][0]));
-      store_shared(at + 64 * i + 32, __float_as_uint(o[i][2]));
+      store_shared<u32>(at + 64 * i, __float_as_uint(o[i][0]));
+      store_shared<u32>(at + 64 * i + 32, __float_as_uint(o[i][2]));
     }
     if (column + 1 < HEADS) {
-      store_shared(at + 64 * i + PITCH, __float_as_uint(o[i][1]));
-      store_shared(at + 64 * i + PITCH + 32, __float_as_uint(o[i][3]));
+      store_shared<u32>(at + 64 * i + PITCH, __float_as_uint(o[i][1]));
+      store_shared<u32>(at + 64 * i + PITCH + 32, __float_as_uint(o[i][3]));
     }
   }
 }
@@ -246,7 +246,7 @@ struct Shares { float most, factor, sum; };
 template <int PARTS> DEV Shares make_shares(float most, float sum) {
   float high = most;
   for (int o = PARTS / 2; o; o >>= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, o));
-  const float factor = ex2(most - high);
+  const float factor = exp2_approx(most - high);
   float total = factor * sum;
   for (int o = PARTS / 2; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
   return {high, factor, total};
@@ -260,8 +260,8 @@ DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, c
   if (head >= HEADS_AT_ONCE || first + head >= HEADS) return;
   const u32 at =
       smem + Layout::WARP_SUMS + ((part < active ? part : 0) * HEADS + first + head) * 8;
-  const float most = __uint_as_float(load_shared_word(at));
-  const float own = __uint_as_float(load_shared_word(at + 4));
+  const float most = __uint_as_float(load_shared<u32>(at));
+  const float own = __uint_as_float(load_shared<u32>(at + 4));
   const Shares shares = make_shares<16>(most, part < active ? own : 0.f);
   const u32 mine = smem + Layout::WARP_OUTPUTS + head * Sizes::OUTPUTS_PITCH +
                    4 * ((warp % HEAD_PARTS) * 32 + lane);
@@ -271,7 +271,7 @@ DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, c
 #pragma unroll
     for (int i = 0; i < GROUP_WARPS; ++i) {
       const u32 from = mine + (w + i) * HEADS_AT_ONCE * Sizes::OUTPUTS_PITCH;
-      y += __shfl_sync(~0u, shares.factor, w + i) * __uint_as_float(load_shared_word(from));
+      y += __shfl_sync(~0u, shares.factor, w + i) * __uint_as_float(load_shared<u32>(from));
     }
   float v[4];
 #pragma unroll
@@ -332,7 +332,7 @@ DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int
   if (ends.attends()) {
     if (warp <= HEADS + 1) receive_heads(g, caches, smem, layer, warp, lane, ends);
     bar_sync(2, CONSUMERS);
-    if (warp == 0 && lane == 0) store_shared(smem + Layout::COMPUTING, phase_of(layer, QKV) + 1);
+    if (warp == 0 && lane == 0) store_shared<u32>(smem + Layout::COMPUTING, phase_of(layer, QKV) + 1);
     const Outputs outputs = attend(g, smem, taker, warp / GROUP_WARPS, warp, lane, ends);
     int busy = 1;  // groups; those without a tile have added nothing
     while (busy < GROUPS && tiles_of(ends, busy)) ++busy;

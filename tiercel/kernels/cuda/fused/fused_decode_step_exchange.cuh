@@ -136,8 +136,8 @@ DEV Input input_of(u32 smem, int kind, int slice) {
 // Whether a step takes so long that it will not end by waiting: then this CTA waits no more. Called
 // after polls without success. The upper half of the clock counts 2.2 s at 1.98 GHz.
 DEV bool is_lost(u32 smem) {
-  if (clock_high() - load_shared_word(smem + Layout::START) < MOST_TICKS) return false;
-  store_shared(smem + Layout::LOST, 1);
+  if (clock_high() - load_shared<u32>(smem + Layout::START) < MOST_TICKS) return false;
+  store_shared<u32>(smem + Layout::LOST, 1);
   return true;
 }
 // One warp turns 32 values into a record. v0 = codes 0-11 | sum of squares; v1 = codes 12-23 | sums
@@ -156,8 +156,8 @@ DEV void publish(uint4* record, u32 scratch, float value, float norm, bool norme
   __syncwarp();
   if (lane < 3) {
     uint4 v;
-    v.x = load_shared_word(scratch + 12 * lane), v.y = load_shared_word(scratch + 12 * lane + 4);
-    v.z = lane < 2 ? load_shared_word(scratch + 12 * lane + 8)
+    v.x = load_shared<u32>(scratch + 12 * lane), v.y = load_shared<u32>(scratch + 12 * lane + 4);
+    v.z = lane < 2 ? load_shared<u32>(scratch + 12 * lane + 8)
                    : __float_as_uint(amax * (1.f / 127.f));
     v.w = tag | (lane == 0   ? __float_as_uint(squares) & ~3u
                  : lane == 1 ? ((u32)(lo & 0x1fff) | (u32)(hi & 0x1fff) << 13) << 2
@@ -192,14 +192,15 @@ DEV void receive(uint4 first, const uint4* exchange, u32 records, u32 vectors, u
     if (at >= vectors) return;
     const u32 row = to.act + (group & 3) * 2 * to.pitch + (group >> 2) * 16;
     if (part == 0) {
-      store_shared(row, v[k].x), store_shared(row + 4, v[k].y), store_shared(row + 8, v[k].z);
-      store_shared(to.squares + 4 * group, v[k].w & ~3u);
+      store_shared<u32>(row, v[k].x), store_shared<u32>(row + 4, v[k].y),
+          store_shared<u32>(row + 8, v[k].z);
+      store_shared<u32>(to.squares + 4 * group, v[k].w & ~3u);
     } else if (part == 1) {
-      store_shared(row + 12, v[k].x), store_shared(row + to.pitch, v[k].y);
-      store_shared(row + to.pitch + 4, v[k].z), store_shared(to.sums + 4 * group, v[k].w >> 2);
+      store_shared<u32>(row + 12, v[k].x), store_shared<u32>(row + to.pitch, v[k].y);
+      store_shared<u32>(row + to.pitch + 4, v[k].z), store_shared<u32>(to.sums + 4 * group, v[k].w >> 2);
     } else {
-      store_shared(row + to.pitch + 8, v[k].x), store_shared(row + to.pitch + 12, v[k].y);
-      store_shared(to.scales + 4 * group, v[k].z);
+      store_shared<u32>(row + to.pitch + 8, v[k].x), store_shared<u32>(row + to.pitch + 12, v[k].y);
+      store_shared<u32>(to.scales + 4 * group, v[k].z);
     }
   }
 }
@@ -209,7 +210,7 @@ DEV float make_rms(u32 squares, float eps, int lane) {
 #pragma unroll
   for (int at = 0; at < HIDDEN / 128; at += 32) {
     const bool is_there = at + 32 <= HIDDEN / 128 || at + lane < HIDDEN / 128;
-    const uint4 s = load_shared(squares + 16 * (is_there ? at + lane : 0));
+    const uint4 s = load_shared<uint4>(squares + 16 * (is_there ? at + lane : 0));
     const float sum = __uint_as_float(s.x) + __uint_as_float(s.y) + __uint_as_float(s.z) +
                       __uint_as_float(s.w);
     t += is_there ? sum : 0;

@@ -34,7 +34,7 @@ struct Ends {  // of this CTA's attention; head: HEADS query heads that share a 
   DEV int kv_head() const { return head / SHARERS; }
 };
 DEV Ends make_ends(u32 smem, bool slides) {
-  const int num_keys = (int)load_shared_word(smem + Layout::NUM_KEYS);
+  const int num_keys = (int)load_shared<u32>(smem + Layout::NUM_KEYS);
   const int first_key = WINDOW && slides ? most(0, num_keys + 1 - WINDOW) : 0;
   return {(int)blockIdx.x % SPLITS, (int)blockIdx.x / SPLITS, num_keys, first_key, slides};
 }
@@ -147,7 +147,7 @@ struct Taker {
   }
   // Whether the warp's next slot is there.
   DEV bool can_take() const {
-    return !__any_sync(~0u, !has_passed(ring.full + 8 * next, parity));
+    return !__any_sync(~0u, !mbar_has_passed(ring.full + 8 * next, parity));
   }
   DEV void give_back(int slot, int lane) {
     __syncwarp();
@@ -190,7 +190,7 @@ DEV float sum_rows(float y, int column, int row_lanes) {
 // What this CTA's warps left of 32 outputs, or rows of q, k, v: the sum over `across` slices.
 DEV float sum_results(u32 at, int across, int pitch) {
   float v = 0;
-  for (int i = 0; i < across; ++i) v += __uint_as_float(load_shared_word(at + 4 * i * pitch));
+  for (int i = 0; i < across; ++i) v += __uint_as_float(load_shared<u32>(at + 4 * i * pitch));
   return v;
 }
 // Row `row` of q, k or v (part 0, 1, 2) of this CTA, for those that attend; without 1 / rms.
@@ -204,7 +204,7 @@ DEV void send_row(const Args& g, int layer, int part, int row, float y) {
 DEV void hand_on(const Args& g, u32 smem, int layer, int kind, int part, int record, int lane, float v,
                  float norm, bool adds) {
   if (kind == DOWN && layer == LAYERS - 1) {
-    const bool lost = load_shared_word(smem + Layout::LOST);
+    const bool lost = load_shared<u32>(smem + Layout::LOST);
     g.x_out[32 * record + lane] = lost ? __int_as_float(0x7fffffff) : v;
   } else {
     publish(g.exchange + records_at((kind + 1) & 3) + 3 * record,
@@ -244,7 +244,7 @@ DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int
     // GELU with tanh: 0.5 (1 + tanh z) is the sigmoid of 2 z, here 2 sqrt(2 / pi) (x + 0.044715 x^3).
     const float turn = IS_GELU ? 1.5957691f * gate * (1.f + 0.044715f * gate * gate) : gate;
     v = gate / (1.f + __expf(-turn)) * rms * sum_results(results + 8 * lane + 4, p.across, 64);
-    record = (int)load_shared_word(smem + Layout::SHARES + 4 * (1 + part));
+    record = (int)load_shared<u32>(smem + Layout::SHARES + 4 * (1 + part));
   }
   hand_on(g, smem, layer, kind, part, record, lane, v, norm, adds);
 }
@@ -302,7 +302,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
   const int parts = parts_of(kind, gateup_parts), phase = phase_of(layer, kind);
   const u32 tag = layer & 3, data = taker.ring.data;
   if (parts == 0) {
-    if (tid == 0) store_shared(smem + Layout::COMPUTING, phase);
+    if (tid == 0) store_shared<u32>(smem + Layout::COMPUTING, phase);
     ahead.w = tag ^ 1;  // nothing seen yet
     return;
   }
@@ -340,7 +340,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
             smem);
     if (!WHOLE && kind == GATEUP) ahead.w = tag ^ 1;  // a group may have no rows
     bar_sync(2, CONSUMERS);
-    if (tid == 0) store_shared(smem + Layout::COMPUTING, phase);
+    if (tid == 0) store_shared<u32>(smem + Layout::COMPUTING, phase);
     const bool is_last = kind != DOWN || time == p.times - 1;
     if (!is_last && tid < block_vectors * (p.least + (time + 1 < p.extra)))
       ahead = load_relaxed(g.exchange + (records + block_vectors * until + tid));
@@ -432,11 +432,11 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
           } else {
             Q5 w;
             load_codes(w.low, Q5_0, a0, u0.at, u0.lanes, n0, lane);
-            w.high = load_shared(c + 16 * (u0.at + lane));
+            w.high = load_shared<uint4>(c + 16 * (u0.at + lane));
             y0 = dot_q5_0(w.low, w.high, a);
             if (is_pair) {
               load_codes(w.low, Q5_0, a1, u1.at, u1.lanes, n1, lane);
-              w.high = load_shared(c + 16 * (n0 + u1.at + lane));
+              w.high = load_shared<uint4>(c + 16 * (n0 + u1.at + lane));
             }
             give_back();
             if (is_pair) y1 = dot_q5_0(w.low, w.high, a);
@@ -451,7 +451,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
           if (QKV_ACROSS == 1 && kind == QKV)
             send_row(g, layer, part, row_at, y);
           else
-            store_shared(results + 4 * row_at, __float_as_uint(y));
+            store_shared<u32>(results + 4 * row_at, __float_as_uint(y));
         };
         if (WHOLE || p.tile == 1) {
           // Both rows in five shuffles: lanes 0-15 end with row 0, lanes 16-31 with row 1.

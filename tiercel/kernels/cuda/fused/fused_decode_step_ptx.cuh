@@ -2,42 +2,9 @@
 // processor tests/cuda_on_cpu/device.hpp replaces the three of them.
 #pragma once
 
+#include "include/half_ptx.cuh"
 #include "include/hopper.cuh"
 
-#define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
-
-// ---- shared memory, arithmetic
-DEV uint4 load_shared(u32 a) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(a));
-  return v;
-}
-DEV u32 load_shared_word(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-DEV void store_shared(u32 a, u32 v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
-}
-DEV u64 load_shared_long(u32 a) {
-  u64 v;
-  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(a) : "memory");
-  return v;
-}
-DEV void load_shared_pair(u32 (&v)[2], u32 a) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(a));
-}
-DEV u32 load_shared_half(u32 a) {
-  u32 v;
-  asm volatile("{.reg .u16 t; ld.shared.u16 t, [%1]; cvt.u32.u16 %0, t;}" : "=r"(v) : "r"(a));
-  return v;
-}
-DEV void store_shared_byte(u32 a, int v) {
-  asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(v) : "memory");
-}
 // Unsigned weights, signed activations.
 DEV int dp4a_us(u32 w, u32 a, int c) {
   int d;
@@ -57,13 +24,6 @@ DEV u32 permute(u32 a, u32 b, u32 places) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(places));
   return d;
 }
-DEV float half_to_float(u16 h) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-  return f;
-}
-
-// ---- memory, barriers
 DEV void store_relaxed_word(u32* p, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -81,14 +41,6 @@ DEV void slot_wait(u32 bar, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
-}
-// Whether a wait would not wait.
-DEV bool has_passed(u32 bar, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-  return done;
 }
 template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
   if (TRANSPOSED)

@@ -32,9 +32,9 @@ DEV Act load_act(u32 act, u32 pitch, u32 scales, u32 sums, int column) {
   Act a;
 #pragma unroll
   for (int c = 0; c < 8; ++c)
-    a.codes[c] = load_shared(act + c * pitch + column * 16);
-  const uint4 s = load_shared(scales + 16 * column);
-  const uint4 t = load_shared(sums + 16 * column);
+    a.codes[c] = load_shared<uint4>(act + c * pitch + column * 16);
+  const uint4 s = load_shared<uint4>(scales + 16 * column);
+  const uint4 t = load_shared<uint4>(sums + 16 * column);
   const u32 scale[4] = {s.x, s.y, s.z, s.w}, packed[4] = {t.x, t.y, t.z, t.w};
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -50,8 +50,8 @@ DEV Act load_act(u32 act, u32 pitch, u32 scales, u32 sums, int column) {
 struct Q4 { uint4 q[4], header; };
 DEV void load_q4(Q4& w, u32 unit, int lanes, int lane) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) w.q[i] = load_shared(unit + i * 16 * lanes + lane * 16);
-  w.header = load_shared(unit + 64 * lanes + (lane >> 1) * 16);
+  for (int i = 0; i < 4; ++i) w.q[i] = load_shared<uint4>(unit + i * 16 * lanes + lane * 16);
+  w.header = load_shared<uint4>(unit + 64 * lanes + (lane >> 1) * 16);
 }
 // Six-bit scales and minima of the lane's four groups: the block's first half for even lanes.
 struct SixBits { u32 scales, minima; };
@@ -88,7 +88,7 @@ DEV float dot_q4(const Q4& w, const Act& a, int lane) {
 struct Q5 { Q4 low; uint4 high; };
 DEV void load_q5(Q5& w, u32 a_part, u32 qh, int lanes, int lane) {
   load_q4(w.low, a_part, lanes, lane);
-  w.high = load_shared(qh + 16 * lane);
+  w.high = load_shared<uint4>(qh + 16 * lane);
 }
 // The fifth bits of group `group` of a lane, of weights 16 half and on, as bits 4 of four bytes.
 DEV u32 fifth_bits(u32 high, int group, int half) {
@@ -123,10 +123,11 @@ DEV float dot_q5(const Q5& w, const Act& a, int lane) {
 struct Q6 { uint4 low[4], high[2]; u32 scales[2], d; };
 DEV void load_q6(Q6& w, u32 a_part, u32 qh, u32 d, int lanes, int lane) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) w.low[i] = load_shared(a_part + i * 16 * lanes + lane * 16);
+  for (int i = 0; i < 4; ++i) w.low[i] = load_shared<uint4>(a_part + i * 16 * lanes + lane * 16);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) w.high[i] = load_shared(qh + i * 16 * lanes + lane * 16);
-  load_shared_pair(w.scales, a_part + 64 * lanes + lane * 8);
+  for (int i = 0; i < 2; ++i) w.high[i] = load_shared<uint4>(qh + i * 16 * lanes + lane * 16);
+  const uint2 scales = load_shared<uint2>(a_part + 64 * lanes + lane * 8);
+  w.scales[0] = scales.x, w.scales[1] = scales.y;
   w.d = load_shared_half(d + (lane >> 1) * 2);
 }
 DEV float dot_q6(const Q6& w, const Act& a) {

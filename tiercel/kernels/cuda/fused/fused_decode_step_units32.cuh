@@ -18,16 +18,16 @@
 // at: lanes of the slot's units before this one, of `slot_lanes`.
 DEV void load_codes(Q4& w, int type, u32 slot, int at, int lanes, int slot_lanes, int lane) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) w.q[i] = load_shared(slot + 64 * at + i * 16 * lanes + lane * 16);
+  for (int i = 0; i < 4; ++i) w.q[i] = load_shared<uint4>(slot + 64 * at + i * 16 * lanes + lane * 16);
   const u32 headers = slot + 64 * slot_lanes;
-  u32 pair[2] = {};
+  uint2 pair = {};
   if (HAS(Q8_0) && type == Q8_0)
-    pair[0] = load_shared_word(headers + 4 * (at + lane));
+    pair.x = load_shared<u32>(headers + 4 * (at + lane));
   else if (HAS(IQ4_XS) && type == IQ4_XS)
-    load_shared_pair(pair, headers + 8 * ((at + lane) >> 1));
+    pair = load_shared<uint2>(headers + 8 * ((at + lane) >> 1));
   else
-    load_shared_pair(pair, headers + 8 * (at + lane));
-  w.header.x = pair[0], w.header.y = pair[1];
+    pair = load_shared<uint2>(headers + 8 * (at + lane));
+  w.header.x = pair.x, w.header.y = pair.y;
 }
 // Factors of group `group`, of four halves.
 DEV float group_d(const uint4& header, int group) {

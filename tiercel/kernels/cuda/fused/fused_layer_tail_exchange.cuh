@@ -33,11 +33,11 @@ DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
     const bool there = count.x == target[0] && (NT == 1 || count.y == target[NT - 1]);
     if (!there && !is_lost(memory)) continue;
     const int slot = slot_of(four, at), round = at / CLASS_SLOTS;
-    if (round > 0 && !bar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1)) continue;
+    if (round > 0 && !mbar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1)) continue;
     copy_fence();
     const u32 bar = smem + Layout::X_FULL + 8 * slot;
-    bar_expect(bar, COLUMN);
-    bulk_load(smem + Layout::X + slot * COLUMN, g.exchange + (i64)from * COLUMN, COLUMN, bar);
+    mbar_expect(bar, COLUMN);
+    copy_bulk(smem + Layout::X + slot * COLUMN, g.exchange + (i64)from * COLUMN, COLUMN, bar);
     at += CLASS_SLOTS;
   }
 }
@@ -58,7 +58,7 @@ struct Adder {
   DEV void reduce(float (&first)[4], float (&second)[4]) {
     const int buffer = step % BUFFERS;
     const u32 full = smem + Layout::FULL + 8 * (NT * buffer + nt);
-    if (lane == 0) bar_expect(full, 16 * 512);
+    if (lane == 0) mbar_expect(full, 16 * 512);
     bar_wait(full, step / BUFFERS & 1);
     const u32 from = smem + Layout::SUMS + buffer * Layout::SUM + nt * 512 + 16 * lane;
     add_parts(first, from), add_parts(second, from + 8 * NT * 512);
@@ -67,14 +67,14 @@ struct Adder {
     // reads under way: so its address takes them in, which changes nothing as m < 65536.
     const u32 read = (__float_as_uint(first[0]) | __float_as_uint(second[0])) & (u32)g.m >> 16;
     const u32 empty = smem + Layout::EMPTY + 8 * (BUFFERS * rank + buffer);
-    if (lane < 2) bar_arrive_there(address_in(empty | read, lane));
+    if (lane < 2) bar_arrive_there(remote_address(empty | read, lane));
     ++step;
   }
   DEV void add_parts(float (&y)[4], u32 from) {
     y[0] = y[1] = y[2] = y[3] = 0;
 #pragma unroll
     for (int part = 0; part < 8; ++part) {
-      const uint4 v = lds16(from + part * NT * 512);
+      const uint4 v = load_shared<uint4>(from + part * NT * 512);
       y[0] += __uint_as_float(v.x), y[1] += __uint_as_float(v.y);
       y[2] += __uint_as_float(v.z), y[3] += __uint_as_float(v.w);
     }
@@ -90,7 +90,7 @@ struct Adder {
   DEV void rows(float (&v)[8]) {
     __syncwarp();
     const u32 at = smem + scratch + (lane >> 2) * SCRATCH_PITCH + 32 * (lane & 3);
-    const uint4 a = lds16(at), b = lds16(at + 16);
+    const uint4 a = load_shared<uint4>(at), b = load_shared<uint4>(at + 16);
     v[0] = __uint_as_float(a.x), v[1] = __uint_as_float(a.y), v[2] = __uint_as_float(a.z);
     v[3] = __uint_as_float(a.w), v[4] = __uint_as_float(b.x), v[5] = __uint_as_float(b.y);
     v[6] = __uint_as_float(b.z), v[7] = __uint_as_float(b.w);

@@ -206,8 +206,8 @@ DEV void stage_attended(const Args& g, u32 smem, int rank, int tid) {
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const uint4 r = reorder(v[i][q]);
-        sts16(to + ((4 * (j & 1) + q) * TOKENS + n) * 64 + 16 * ((j >> 1) ^ (q >> 1)), r.x, r.y,
-              r.z, r.w);
+        store_shared(to + ((4 * (j & 1) + q) * TOKENS + n) * 64 + 16 * ((j >> 1) ^ (q >> 1)),
+                     make_uint4(r.x, r.y, r.z, r.w));
       }
       const float mean = mean32(v[i][0], v[i][1], v[i][2], v[i][3]);
       stage_mean(to, mean, n, j >> 1, j & 1, 2);
@@ -270,7 +270,7 @@ struct Multiplier {
   // Sixteen arrivals give a column back: four of each warp of its class, or one of every warp.
   DEV void close() {
     __syncwarp();
-    if (lane < 4) bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(share.four, at));
+    if (lane < 4) mbar_arrive(smem + Layout::X_EMPTY + 8 * slot_of(share.four, at));
   }
   // Parts of a tile meet in the order 4 rank + class, tile after tile.
   DEV void send(const float (&sum)[NT][4], int of) {
@@ -322,7 +322,7 @@ struct Multiplier {
     } else if (lane < COLUMNS_X / 2) {
       const int of = lane & 3, k = columns_of(COLUMNS_O, of) + (lane >> 2);
       wait(of, k);
-      bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(of, k));
+      mbar_arrive(smem + Layout::X_EMPTY + 8 * slot_of(of, k));
     }
     at = end;
   }
@@ -354,8 +354,8 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
   const u32 part = (8 * pick + 4 * rank) * NT * 512 + 16 * lane;
   Multiplier own = {g, {number_of(((int)blockIdx.x & ~1) + half), pick, four, rank}, smem,
                     smem + Layout::RING + warp * STAGES * SLOT, lane};
-  own.sums = address_in(smem + Layout::SUMS + part, half);
-  own.full = address_in(smem + Layout::FULL, half);
+  own.sums = remote_address(smem + Layout::SUMS + part, half);
+  own.full = remote_address(smem + Layout::FULL, half);
   own.empty = smem + Layout::EMPTY + 8 * BUFFERS * half;
   own.find_units();
 #pragma unroll 1
@@ -365,11 +365,11 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
   stage_attended(g, smem, rank, 32 * warp + lane);
   // Before the barrier of these warps, so that all of them find all of these slots in use.
   if (warp == 0 && lane < COLUMNS_O / 2)
-    bar_arrive_here(smem + Layout::X_FULL + 8 * slot_of(lane & 3, lane >> 2));
+    mbar_arrive(smem + Layout::X_FULL + 8 * slot_of(lane & 3, lane >> 2));
   bar_sync(1, 32 * WARPS);
   own.multiply_rows<SIX_O>(columns_of(COLUMNS_O, four));
   own.multiply_gate_up();
-  launch_next();
+  launch_dependents();
   own.multiply_rows<SIX_DOWN>(columns_of(COLUMNS_H, four));
 #if !IS_LAST
   own.multiply_qkv();

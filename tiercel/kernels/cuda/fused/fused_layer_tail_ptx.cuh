@@ -3,31 +3,15 @@
 // tests/cuda_on_cpu/chain_device.hpp replaces this file.
 #pragma once
 
+#include "include/cluster_ptx.cuh"
+#include "include/mbarrier_ptx.cuh"
 #include "include/types.cuh"
 
 // ---- barriers in shared memory, of this CTA
-DEV void bar_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-DEV void bar_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
-               : "memory");
-}
-DEV void bar_arrive_here(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
 DEV bool bar_passed(u32 bar, u32 parity) {
   u32 done;
   asm volatile(
       "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p; }"
-      : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-  return done;
-}
-DEV bool bar_has_passed(u32 bar, u32 parity) {  // without a pause
-  u32 done;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p; }"
       : "=r"(done) : "r"(bar), "r"(parity) : "memory");
   return done;
@@ -38,11 +22,6 @@ DEV void bar_wait(u32 bar, u32 parity) {
 }
 
 // ---- the two CTAs of a cluster
-DEV u32 address_in(u32 a, u32 rank) {  // of the same place in CTA `rank`
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(rank));
-  return there;
-}
 // Arrives there later and counts 16 bytes on that CTA's barrier: no fence, which costs 0.5 us.
 DEV void send_there(u32 a, const float (&v)[4], u32 bar) {
   asm volatile(
@@ -52,10 +31,6 @@ DEV void send_there(u32 a, const float (&v)[4], u32 bar) {
 }
 DEV void bar_arrive_there(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-DEV void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
 }
 
 // ---- memory that CTAs share

@@ -19,8 +19,8 @@ struct TokensOfQ4 {
     x[0] = column + 64 * g + 16 * t, x[1] = column + 64 * g + 16 * (t ^ 1);
     rests = column + 4096 * NT + 32 * g + 8 * t;
   }
-  DEV uint4 piece(int nt, int p) const { return lds16(x[p >> 1 & 1] + (p * NT + nt) * 512); }
-  DEV uint2 means(int nt) const { return lds8(rests + 256 * nt); }
+  DEV uint4 piece(int nt, int p) const { return load_shared<uint4>(x[p >> 1 & 1] + (p * NT + nt) * 512); }
+  DEV uint2 means(int nt) const { return load_shared<uint2>(rests + 256 * nt); }
 };
 struct TokensOfQ6 {
   u32 x[2];
@@ -30,6 +30,6 @@ struct TokensOfQ6 {
     x[1] = column + 64 * g + 1024 * NT * e + 16 * (2 * h + 1 - e);
   }
   DEV uint4 piece(int nt, int p) const {
-    return lds16(x[p >> 2] + ((4 * (p >> 1 & 1) + (p & 1)) * NT + nt) * 512);
+    return load_shared<uint4>(x[p >> 2] + ((4 * (p >> 1 & 1) + (p & 1)) * NT + nt) * 512);
   }
 };

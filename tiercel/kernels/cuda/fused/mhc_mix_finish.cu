@@ -15,10 +15,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) mhc_mix_finish(
     const float* norm,    // (HIDDEN,) or null
     i64 token_stride, i64 stream_stride,  // elements, multiples of 8
     int iters, float rms_eps, float hc_eps, float norm_eps) {
-  let_dependents_start();
+  launch_dependents();
   SHARED_MEMORY(memory);
   const Weights own(scale, base, norm);
-  wait_for_predecessor();
+  wait_for_inputs();
   const i64 token = blockIdx.x;
   finish_token(own, memory, out + token * HIDDEN, post + token * STREAMS, comb + token * STREAMS * STREAMS,
                streams + token * token_stride, stream_stride, parts + token * SPLITS * COLUMNS,

@@ -9,7 +9,9 @@
 // products, the sum of squares), IS_BF16 (1).
 #pragma once
 
-#include "fused/mhc_mix_ptx.cuh"
+#include "include/attention_ptx.cuh"
+#include "include/barrier_ptx.cuh"
+#include "include/shared_ptx.cuh"
 
 #define STREAMS 4
 #define ROWS 24
@@ -18,7 +20,7 @@
 #define RUNS ((HIDDEN / 8 + 32 * X_WARPS - 1) / (32 * X_WARPS))  // of 8 channels, of a lane
 #define LOG2_E 1.442695041f
 
-DEV float sigmoid(float x) { return reciprocal(1.f + exp2_fast(-LOG2_E * x)); }
+DEV float sigmoid(float x) { return rcp_approx(1.f + exp2_approx(-LOG2_E * x)); }
 DEV float sum_warp(float x) {
 #pragma unroll
   for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
@@ -34,10 +36,10 @@ DEV void sinkhorn(float (&comb)[4][4], int iters, float eps) {
     for (int j = 1; j < 4; ++j) top = comb[i][j] > top ? comb[i][j] : top;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      comb[i][j] = exp2_fast(LOG2_E * (comb[i][j] - top));
+      comb[i][j] = exp2_approx(LOG2_E * (comb[i][j] - top));
       sum += comb[i][j];
     }
-    const float factor = reciprocal(sum);
+    const float factor = rcp_approx(sum);
 #pragma unroll
     for (int j = 0; j < 4; ++j) comb[i][j] = comb[i][j] * factor + eps;
   }
@@ -46,14 +48,14 @@ DEV void sinkhorn(float (&comb)[4][4], int iters, float eps) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float sum = (comb[i][0] + comb[i][1]) + (comb[i][2] + comb[i][3]);
-        const float factor = reciprocal(sum + eps);
+        const float factor = rcp_approx(sum + eps);
 #pragma unroll
         for (int j = 0; j < 4; ++j) comb[i][j] *= factor;
       }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float sum = (comb[0][j] + comb[1][j]) + (comb[2][j] + comb[3][j]);
-      const float factor = reciprocal(sum + eps);
+      const float factor = rcp_approx(sum + eps);
 #pragma unroll
       for (int i = 0; i < 4; ++i) comb[i][j] *= factor;
     }

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) mhc_mix_step(
     const float* norm,    // (HIDDEN,) or null
     i64 token_stride, i64 stream_stride, i64 y_stride,  // elements, multiples of 8; of y, of 4
     int iters, float rms_eps, float hc_eps, float norm_eps) {
-  let_dependents_start();
+  launch_dependents();
   SHARED_MEMORY(memory);
   float* sums = (float*)memory;  // (X_WARPS, OWN_ROWS + 1): of a warp's rows, and of squares
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) mhc_mix_step(
     rows[k] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (is_known) rows[k] = read_floats(fn + (row * STREAMS + stream) * HIDDEN + channel);
   }
-  wait_for_predecessor();
+  wait_for_inputs();
 
   float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
   if (is_known) {

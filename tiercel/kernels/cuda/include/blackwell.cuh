@@ -2,34 +2,10 @@
 // descriptors of operands in shared memory. Compiled, never run: no such GPU was to be had.
 #pragma once
 
+#include "include/copy_ptx.cuh"
+#include "include/mbarrier_ptx.cuh"
+#include "include/shared_ptx.cuh"
 #include "include/types.cuh"
-
-DEV u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEV void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-DEV void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEV void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-// A wait that never ends becomes a trap, not a hang.
-DEV void barrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{ .reg .pred p; .reg .u32 n; mov.u32 n, 0;\n"
-      "WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
-      "add.u32 n, n, 1; setp.gt.u32 p, n, 2000000;\n@p trap;\nbra WAIT;\nDONE: }" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-DEV void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-// Writes of threads to shared memory become visible to tensor cores.
-DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- tensor memory: 128 lanes of 512 columns of 32 bits, lane in bits 16 and up of an address
 DEV void tmem_allocate(u32 place, u32 columns) {  // by one whole warp, a power of two

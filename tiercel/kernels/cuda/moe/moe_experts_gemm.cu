@@ -54,10 +54,6 @@ constexpr u32 EMPTY_W = FULL_W + 8 * UNITS_AHEAD, FULL_X = EMPTY_W + 8 * UNITS_A
 constexpr u32 EMPTY_X = FULL_X + 8 * QUARTERS_AHEAD;
 static_assert(QUARTERS_AHEAD >= 2 * BATCH, "a batch waits while the one before is in use");
 static_assert(PHASE || TOKENS * H_STEP <= WEIGHTS, "room for results");
-DEV u32 rings() {
-  ALIGNED_MEMORY(memory);
-  return shared_address(memory);
-}
 
 DEV void produce(const Work& w, int item, u32 at, int lane) {
   const uint4 tile = load_fresh(w.tiles + item / ITEMS);
@@ -179,7 +175,7 @@ DEV void finish_gate(const Work& w, const uint4& tile, int part, u32 staged, con
     a = a > w.limit ? w.limit : a;  // NaN stays
     b = b > w.limit ? w.limit : b < -w.limit ? -w.limit : b;
     const float h = a / (1.f + __expf(-a)) * b * weights[n];
-    sts2(staged + n * H_STEP + 2 * r, part * H_ROWS + r < ROWS ? float_to_bf16(h) : (u16)0);
+    store_shared<u16>(staged + n * H_STEP + 2 * r, part * H_ROWS + r < ROWS ? float_to_bf16(h) : (u16)0);
   }
   bar_sync(1, 128 * WGS);
   constexpr int OF_IMAGE = (ROWS + 255) / 256 * 512;
@@ -188,7 +184,7 @@ DEV void finish_gate(const Work& w, const uint4& tile, int part, u32 staged, con
     const int n = i / (H_ROWS / 8), c = 8 * (i % (H_ROWS / 8)), column = part * H_ROWS + c;
     if (2 * column >= OF_IMAGE) continue;
     u32 pairs[4];
-    DownUnit::split(pairs, lds16(staged + n * H_STEP + 2 * c));
+    DownUnit::split(pairs, load_shared<uint4>(staged + n * H_STEP + 2 * c));
     const Place to = DownUnit::place(column & 255);
 #pragma unroll
     for (int p = 0; p < 4; ++p)
@@ -219,7 +215,7 @@ DEV void run(const Work& w, int item, Consumer& c, const u32* pairs, const float
     // Once more: held over the products, it would cost them registers.
     const uint4 tile = load_fresh(w.tiles + item / ITEMS);
     if constexpr (PHASE == 0)
-      finish_gate(w, tile, item % ITEMS, rings(), first, second, weights, threadIdx.x);
+      finish_gate(w, tile, item % ITEMS, aligned_base(), first, second, weights, threadIdx.x);
     else
       finish_down(w, tile, item % ITEMS, first, second, pairs, threadIdx.x);
   }
@@ -229,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_g
   __shared__ u32 pairs[TOKENS];
   __shared__ float weights[TOKENS];
   const int tid = threadIdx.x, warp = uni(tid >> 5);
-  const u32 at = rings();
+  const u32 at = aligned_base();
   if (tid == 0) {
     for (int i = 0; i < UNITS_AHEAD; ++i)
       mbar_init(at + FULL_W + 8 * i, 1), mbar_init(at + EMPTY_W + 8 * i, 4 * WGS);
@@ -242,10 +238,10 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_g
       u32 places = 0;  // 2 bits each to 4
 #pragma unroll
       for (int k = 0; k < 8; ++k) places |= (w.grid[i] >> 2 * k & 3u) << 4 * k;
-      sts4(at + GRID + 4 * i, places);
+      store_shared<u32>(at + GRID + 4 * i, places);
     }
   wait_for_inputs();
-  launch_next();
+  launch_dependents();
   __syncthreads();
   const int item = blockIdx.x, items = uni(load_fresh(w.tiles + w.num_tiles).x) * ITEMS;
   if (warp >= 4 * WGS) {

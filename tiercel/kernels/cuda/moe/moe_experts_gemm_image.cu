@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(IMAGE_THREADS) moe_experts_gemm_ima
   __shared__ __align__(16) u8 row[UNITS * 512];
   const int tid = threadIdx.x;
   wait_for_inputs();
-  launch_next();
+  launch_dependents();
   x += (i64)blockIdx.x * COLS * 2, places += (i64)blockIdx.x * TOPK;
   for (int i = tid; i < UNITS * 32; i += IMAGE_THREADS) {
     u32 pairs[4];

@@ -4,8 +4,6 @@
 
 #include "include/hopper.cuh"
 
-#define ALIGNED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
-
 #define G0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define G1 G0 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define G2 G1 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -40,4 +38,3 @@ template <int M> DEV void product_bf16(float (&d)[M], const u32* a, u32 b) {
   if constexpr (M == 56) FROM_REGISTERS("112", G6, S6, "56", "57", "58", "59", "60", "61");
   if constexpr (M == 64) FROM_REGISTERS("128", G7, S7, "64", "65", "66", "67", "68", "69");
 }
-DEV void mbar_fence() { fence_mbar_init(); }

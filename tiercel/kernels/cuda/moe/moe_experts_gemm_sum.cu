@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS) moe_experts_gemm_sum(
     const uint2* places,  // of moe_experts_gemm_table
     u8* out) {            // (num_tokens, COLS)
   wait_for_inputs();
-  launch_next();
+  launch_dependents();
   const int column = 4 * (blockIdx.y * SUM_THREADS + threadIdx.x);
   if (column >= COLS) return;
   const float* from = y + (i64)blockIdx.x * TOPK * COLS + column;

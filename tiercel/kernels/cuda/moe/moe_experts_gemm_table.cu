@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) moe_experts_gemm_tab
   __shared__ u32 counts[EXPERTS], rows[EXPERTS], sizes[EXPERTS], used;
   const int tid = threadIdx.x;
   wait_for_inputs();
-  launch_next();
+  launch_dependents();
   for (int e = tid; e < EXPERTS; e += TABLE_THREADS) counts[e] = 0;
   __syncthreads();
   for (int i = tid; i < num_pairs; i += TABLE_THREADS)

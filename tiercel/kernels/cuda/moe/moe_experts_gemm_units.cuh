@@ -32,18 +32,18 @@ struct WholeQ2K : Q2K {
   struct Factors {  // of group i
     u32 scale, least;
     DEV Factors(u32 slot, int row, int t, int i) {
-      const u32 four = lds4(slot + 1024 + 16 * row + 8 * (t >> 1) + 4 * (i >> 1));
-      const u32 byte = four >> (16 * (i & 1) + 8 * (t & 1)), dm = lds4(slot + 1280 + 4 * row);
+      const u32 four = load_shared<u32>(slot + 1024 + 16 * row + 8 * (t >> 1) + 4 * (i >> 1));
+      const u32 byte = four >> (16 * (i & 1) + 8 * (t & 1)), dm = load_shared<u32>(slot + 1280 + 4 * row);
       const float d = half_to_float(dm & 0xffff) * (RAISED * 32 / (float)(1 << 2 * i));
       scale = both_bf16(d * (__uint_as_float((byte & 15) | 0x4b000000u) - 8388608.f));
       const float m = __uint_as_float((byte >> 4 & 15) | 0x4b000000u) - 8388608.f;
       least = both_bf16(half_to_float(dm >> 16) * -LOWERED * m);
     }
-    DEV u32 operand(u32 qs, int i) const { return fma_bf16(qs & 0x00030003u << 2 * i, scale, least); }
+    DEV u32 operand(u32 qs, int i) const { return fma_bf16x2(qs & 0x00030003u << 2 * i, scale, least); }
   };
   static DEV void decode(u32 (&a)[16], u32 slot, int q, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
-    const uint4 x = lds16(slot + 16 * lane), y = lds16(slot + 512 + 16 * lane);
+    const uint4 x = load_shared<uint4>(slot + 16 * lane), y = load_shared<uint4>(slot + 512 + 16 * lane);
     const Factors r0(slot, g, t, q), r1(slot, g + 8, t, q);
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
@@ -59,9 +59,9 @@ struct WholeQ3K : Q3K {
   static constexpr bool HAS_TWO_LANES = false;
   static DEV void decode(u32 (&a)[16], u32 slot, int q, int lane, u32) {
     const int g = lane >> 2, t = lane & 3, shift = 4 * (t >> 1);
-    const uint4 x = lds16(slot + 16 * lane), y = lds16(slot + 512 + 16 * lane);
+    const uint4 x = load_shared<uint4>(slot + 16 * lane), y = load_shared<uint4>(slot + 512 + 16 * lane);
     const u32 masks = slot + 1024 + 32 * g + 16 * (t & 1);
-    const uint4 m = lds16(masks), n = lds16(masks + 256);
+    const uint4 m = load_shared<uint4>(masks), n = load_shared<uint4>(masks + 256);
     const Row r0(slot, g, t), r1(slot, g + 8, t);
     const u32 d0 = both_bf16(r0.d * LOWERED), d1 = both_bf16(r1.d * LOWERED);
 #pragma unroll
@@ -70,8 +70,8 @@ struct WholeQ3K : Q3K {
       for (int odd = 0; odd < 2; ++odd) {
         const u32 w0 = r0.operand(word(x, s), word(m, s) >> shift, q, odd);
         const u32 w1 = r1.operand(word(y, s), word(n, s) >> shift, q, odd);
-        a[4 * s + 2 * odd] = fma_bf16(w0, d0, MINUS_ZERO);
-        a[4 * s + 2 * odd + 1] = fma_bf16(w1, d1, MINUS_ZERO);
+        a[4 * s + 2 * odd] = fma_bf16x2(w0, d0, MINUS_ZERO);
+        a[4 * s + 2 * odd + 1] = fma_bf16x2(w1, d1, MINUS_ZERO);
       }
   }
   static DEV Place place(int c) { return place_in_halves(c); }
@@ -84,7 +84,7 @@ template <int GROUP> struct WholeE2M1 : E2M1<GROUP> {  // exact
   static DEV void decode(u32 (&a)[16], u32 slot, int q, int lane, u32) {
     const int g = lane >> 2, t = lane & 3, i = 16 * q / GROUP;
     const u32 at = slot + 1024 * (q >> 1) + 16 * lane + 8 * (q & 1);
-    const uint2 x = lds8(at), y = lds8(at + 512);
+    const uint2 x = load_shared<uint2>(at), y = load_shared<uint2>(at + 512);
     const Row r0(slot, g, t), r1(slot, g + 8, t);
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
@@ -119,8 +119,8 @@ template <class Row> struct WholeGrouped : Grouped<Row> {
         const u32 d0 = both_bf16(r0.scale(j, s) * LOWERED), d1 = both_bf16(r1.scale(j, s) * LOWERED);
 #pragma unroll
         for (int o = 0; o < 2; ++o) {
-          a[8 * h + 4 * s + 2 * o] = fma_bf16(x[2 * s + o], d0, least0);
-          a[8 * h + 4 * s + 2 * o + 1] = fma_bf16(y[2 * s + o], d1, least1);
+          a[8 * h + 4 * s + 2 * o] = fma_bf16x2(x[2 * s + o], d0, least0);
+          a[8 * h + 4 * s + 2 * o + 1] = fma_bf16x2(y[2 * s + o], d1, least1);
         }
       }
     }

@@ -9,7 +9,7 @@
 #include "moe/moe_experts_units.cuh"
 
 #define TO_2_69 0x62006200u  // a byte in a half is 2^-133 of its value
-DEV u32 of_bytes(u32 pair, u32 offset) { return fma_bf16(pair, TO_2_69, offset); }
+DEV u32 of_bytes(u32 pair, u32 offset) { return fma_bf16x2(pair, TO_2_69, offset); }
 DEV float byte_to_float(u32 word, int k) {
   return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u | k)) - 8388608.f;
 }
@@ -19,7 +19,7 @@ struct KHeader {
   u32 sc[2], mins[2];
   float d, dmin;
   DEV explicit KHeader(u32 at) {
-    const uint4 v = lds16(at);
+    const uint4 v = load_shared<uint4>(at);
     d = half_to_float(v.x & 0xffff) * RAISED, dmin = -half_to_float(v.x >> 16);
     sc[0] = v.y & 0x3f3f3f3fu, mins[0] = v.z & 0x3f3f3f3fu;
     sc[1] = (v.w & 0x0f0f0f0fu) | (v.y >> 2 & 0x30303030u);
@@ -35,7 +35,7 @@ struct Q4KRow : KHeader {
   DEV Q4KRow(u32 slot, int row, int t, u32)
       : KHeader(slot + 2048 + 16 * row), at(slot + 32 * row + 8 * t) {}
   DEV void operands(u32 (&w)[4], int j) const {
-    const uint2 v = lds8(at + 512 * (j >> 1));
+    const uint2 v = load_shared<uint2>(at + 512 * (j >> 1));
     const int shift = 4 * (j & 1);
 #pragma unroll
     for (int o = 0; o < 4; ++o)
@@ -49,7 +49,7 @@ struct Q5KRow : KHeader {
   DEV Q5KRow(u32 slot, int row, int t, u32)
       : KHeader(slot + 2560 + 16 * row), at(slot + 32 * row + 8 * t) {}
   DEV void operands(u32 (&w)[4], int j) const {
-    const uint2 v = lds8(at + 512 * (j >> 1)), high = lds8(at + 2048);
+    const uint2 v = load_shared<uint2>(at + 512 * (j >> 1)), high = load_shared<uint2>(at + 2048);
     const int shift = 4 * (j & 1);
 #pragma unroll
     for (int o = 0; o < 4; ++o) {
@@ -66,11 +66,14 @@ struct Q6KRow {
   u32 at, high, scales;
   float d;
   DEV Q6KRow(u32 slot, int row, int t, u32)
-      : at(slot + 64 * row + 16 * t), high(slot + 2048 + 32 * row + 8 * t),
-        scales(slot + 3072 + 16 * row), d(half_to_float(lds2(slot + 3328 + 2 * row)) * RAISED) {}
+      : at(slot + 64 * row + 16 * t),
+        high(slot + 2048 + 32 * row + 8 * t),
+        scales(slot + 3072 + 16 * row),
+        d(half_to_float(load_shared<u16>(slot + 3328 + 2 * row)) * RAISED) {}
   DEV void operands(u32 (&w)[4], int j) const {
     const int h = j >> 2, i = j & 3;
-    const uint2 low = lds8(at + 1024 * h + 8 * (i & 1)), two = lds8(high + 512 * h);
+    const uint2 low = load_shared<uint2>(at + 1024 * h + 8 * (i & 1)),
+                two = load_shared<uint2>(high + 512 * h);
 #pragma unroll
     for (int o = 0; o < 4; ++o) {
       const u32 four = (o < 2 ? low.x : low.y) >> (4 * (i >> 1) + 8 * (o & 1)) & 0x000f000fu;
@@ -79,7 +82,7 @@ struct Q6KRow {
     }
   }
   DEV float scale(int j, int h) const {
-    const u32 both = lds2(scales + 2 * j);
+    const u32 both = load_shared<u16>(scales + 2 * j);
     return d * (float)(signed char)(both >> 8 * h);
   }
 };
@@ -89,12 +92,12 @@ struct Q80Row {
   u32 at, d;
   DEV Q80Row(u32 slot, int row, int t, u32) : at(slot + 32 * row + 8 * t), d(slot + 4096 + 16 * row) {}
   DEV void operands(u32 (&w)[4], int j) const {
-    const uint2 v = lds8(at + 512 * j);
+    const uint2 v = load_shared<uint2>(at + 512 * j);
 #pragma unroll
     for (int o = 0; o < 4; ++o)  // 128 more, and less
       w[o] = of_bytes(((o < 2 ? v.x : v.y) ^ 0x80808080u) >> 8 * (o & 1) & 0x00ff00ffu, 0xa300a300u);
   }
-  DEV float scale(int j, int) const { return half_to_float(lds2(d + 2 * j)) * RAISED; }
+  DEV float scale(int j, int) const { return half_to_float(load_shared<u16>(d + 2 * j)) * RAISED; }
 };
 // Of a group: four indices of 8 magnitudes, then four of signs of 7 bits, and a scale. The eighth sign
 // makes their number even. `grid` has the magnitudes of an index as 4 bits each: 0, 1 or 2.
@@ -105,21 +108,24 @@ struct IQ2XXSRow {
   int t;
   float d;
   DEV IQ2XXSRow(u32 slot, int row, int t, u32 grid)
-      : at(slot + 8 * row), grid(grid), t(t), d(half_to_float(lds2(slot + 1024 + 2 * row)) * (RAISED / 8)) {}
+      : at(slot + 8 * row),
+        grid(grid),
+        t(t),
+        d(half_to_float(load_shared<u16>(slot + 1024 + 2 * row)) * (RAISED / 8)) {}
   DEV void operands(u32 (&w)[4], int j) const {
-    const uint2 v = lds8(at + 128 * j);
-    const u32 places = lds4(grid + 4 * (v.x >> 8 * t & 255)), seven = v.y >> 7 * t & 127;
+    const uint2 v = load_shared<uint2>(at + 128 * j);
+    const u32 places = load_shared<u32>(grid + 4 * (v.x >> 8 * t & 255)), seven = v.y >> 7 * t & 127;
     const u32 signs = seven | (__popc(seven) & 1) << 7;
 #pragma unroll
     for (int o = 0; o < 4; ++o) {  // weights 0 2, 1 3, 4 6, 5 7
       const int first = 4 * (o >> 1) + (o & 1);
       const u32 four = __byte_perm(0x002b1908u, 0, places >> 16 * (o >> 1) & 0x3333);
       const u32 sign = signs * ((1u << (15 - first)) + (1u << (29 - first))) & 0x80008000u;
-      w[o] = fma_bf16(four >> 8 * (o & 1) & 0x00ff00ffu, TO_2_69 ^ sign, MINUS_ZERO);
+      w[o] = fma_bf16x2(four >> 8 * (o & 1) & 0x00ff00ffu, TO_2_69 ^ sign, MINUS_ZERO);
     }
   }
   DEV float scale(int j, int) const {
-    return d * (float)(2 * (lds4(at + 128 * j + 4) >> 28) + 1);
+    return d * (float)(2 * (load_shared<u32>(at + 128 * j + 4) >> 28) + 1);
   }
 };
 
@@ -141,7 +147,7 @@ template <class Row> struct Grouped {
     }
     if constexpr (MEANS > 0) {
       const float sum = (sum8_bf16(v[0]) + sum8_bf16(v[1])) + (sum8_bf16(v[2]) + sum8_bf16(v[3]));
-      sts4(unit + COLUMNS * 512 + n * MEANS + 4 * j, __float_as_uint(sum));
+      store_shared<u32>(unit + COLUMNS * 512 + n * MEANS + 4 * j, __float_as_uint(sum));
     }
   }
   template <int SLOT, int N>
@@ -174,8 +180,8 @@ template <class Row> struct Grouped {
           if constexpr (MEANS > 0) {
             const int n = 8 * nt + 2 * t;  // tokens of the sums; those from m on are never stored
             const u32 means = unit + COLUMNS * 512 + 4 * j;
-            const float x = ldsf(means + min(n, m - 1) * MEANS);
-            const float y = ldsf(means + min(n + 1, m - 1) * MEANS);
+            const float x = load_shared<float>(means + min(n, m - 1) * MEANS);
+            const float y = load_shared<float>(means + min(n + 1, m - 1) * MEANS);
             const float l0 = rows[s][0].least(j), l1 = rows[s][1].least(j);
             own[s][nt][0] = fmaf(l0, x, own[s][nt][0]), own[s][nt][1] = fmaf(l0, y, own[s][nt][1]);
             own[s][nt][2] = fmaf(l1, x, own[s][nt][2]), own[s][nt][3] = fmaf(l1, y, own[s][nt][3]);

@@ -20,12 +20,6 @@ DEV void mma_digits(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
 }
 DEV u32 warp_largest(u32 v) { return __reduce_max_sync(~0u, v); }
 DEV u32 warp_least(u32 v) { return __reduce_min_sync(~0u, v); }
-DEV void sts1(u32 a, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
-DEV u32 fma_bf16(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
 // What another CTA of this launch, or the kernel ahead, writes: never from the first-level cache.
 DEV uint4 load_fresh(const void* p) {
   uint4 v;

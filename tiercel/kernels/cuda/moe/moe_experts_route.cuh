@@ -46,7 +46,7 @@ DEV void route_token(const Routing& r, int token, int lane, int& expert, float& 
   for (int k = 0; k < TOPK; ++k) {
     u32 best = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) best = larger(best, ranks[i]);
+    for (int i = 0; i < OWN; ++i) best = max_or_nan(best, ranks[i]);
     best = warp_largest(best);
     u32 first = ~0u;
 #pragma unroll

@@ -285,13 +285,13 @@ template <class P> DEV float sum_parts(u32 at) {
 #pragma unroll
   for (int p = 0; p < P::SUMMED; ++p) {
     if (P::SLOTS == P::SUMMED) {
-      sum += ldsf(at + p * PART_STEP);
+      sum += load_shared<float>(at + p * PART_STEP);
       continue;
     }
     float part = 0;
 #pragma unroll
     for (int u = P::UNITS * p / P::SUMMED; u < P::UNITS * (p + 1) / P::SUMMED; ++u)
-      part += ldsf(at + u * PART_STEP);
+      part += load_shared<float>(at + u * PART_STEP);
     sum += part;
   }
   return sum;
@@ -304,10 +304,10 @@ DEV u32 peak_of(const uint4 (&v)[4]) {  // the bits of the largest magnitude, or
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const u32 both = word(v[i / 4], i & 3);
-    peak = larger(peak, larger(both & 0x7fffffffu, both << 16 & 0x7fffffffu));
+    peak = max_or_nan(peak, max_or_nan(both & 0x7fffffffu, both << 16 & 0x7fffffffu));
   }
 #pragma unroll
-  for (int step = 1; step < 8; step *= 2) peak = larger(peak, __shfl_xor_sync(~0u, peak, step));
+  for (int step = 1; step < 8; step *= 2) peak = max_or_nan(peak, __shfl_xor_sync(~0u, peak, step));
   return peak;
 }
 // m tokens of a chunk, or their h: their way into shared memory. A single token's pairs are chunks.
@@ -356,14 +356,15 @@ DEV void put_sums(float (&sum)[2][N][P::LANE_SUMS], u32 at, int m, int lane) {
       if constexpr (P::LANE_SUMS == 4) {
         const int pair = 4 * nt + (lane & 3);
         if (2 * pair < m)
-          sts16(at + 128 * pair + 16 * (lane >> 2), __float_as_uint(own[0]), __float_as_uint(own[1]),
-                __float_as_uint(own[2]), __float_as_uint(own[3]));
+          store_shared(at + 128 * pair + 16 * (lane >> 2),
+                       make_uint4(__float_as_uint(own[0]), __float_as_uint(own[1]),
+                                  __float_as_uint(own[2]), __float_as_uint(own[3])));
       } else {
         const int n = 4 * nt + (lane & 3);
         if (n < m)
 #pragma unroll
           for (int r = 0; r < 2; ++r)
-            sts4(at + place_of(8 * r + (lane >> 2), n), __float_as_uint(own[r]));
+            store_shared<u32>(at + place_of(8 * r + (lane >> 2), n), __float_as_uint(own[r]));
       }
 #pragma unroll
       for (int i = 0; i < P::LANE_SUMS; ++i) own[i] = 0;
@@ -563,7 +564,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_t
       chunks.grid[i] = places;
     }
   wait_for_inputs();
-  launch_next();
+  launch_dependents();
   // Ahead of the weights: behind them it would wait for as much as all rings hold.
   Staging<0> token;
   if (SINGLE) token.load(w, nullptr, 1, tid);

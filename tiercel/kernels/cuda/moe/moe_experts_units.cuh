@@ -21,7 +21,7 @@
 #define NT ((COLUMNS + 7) / 8)  // tiles of 8 tokens
 #define RAISED 18446744073709551616.f  // 2^64
 #define MINUS_ZERO 0x80008000u
-DEV u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+DEV u32 max_or_nan(u32 a, u32 b) { return a > b ? a : b; }
 DEV float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
 DEV float sum2_bf16(u32 v) { return bf16_to_float(v & 0xffff) + __uint_as_float(v & 0xffff0000u); }
 DEV float sum8_bf16(const uint4& v) {
@@ -29,9 +29,9 @@ DEV float sum8_bf16(const uint4& v) {
 }
 // Piece p of lane t: of each four columns 0 2, 1 3.
 DEV void stage_pairs(u32 unit, const uint4& v, int p, int t, int n) {
-  sts16(unit + (p * COLUMNS + n) * 64 + 16 * t, __byte_perm(v.x, v.y, 0x5410),
-        __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410),
-        __byte_perm(v.z, v.w, 0x7632));
+  store_shared(unit + (p * COLUMNS + n) * 64 + 16 * t,
+               make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                          __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632)));
 }
 template <int MEANS, int N> struct Columns {  // of a unit: what a lane reads of its tokens
   u32 x[N], means[N];
@@ -43,7 +43,7 @@ template <int MEANS, int N> struct Columns {  // of a unit: what a lane reads of
       means[nt] = unit + COLUMNS * 512 + n * MEANS + MEANS / 4 * (lane & 3);
     }
   }
-  DEV uint4 piece(int nt, int p) const { return lds16(x[nt] + p * COLUMNS * 64); }
+  DEV uint4 piece(int nt, int p) const { return load_shared<uint4>(x[nt] + p * COLUMNS * 64); }
 };
 
 // ---- Q2_K. Columns of a lane, with h = t / 2 and e = t % 2: 128 h + 32 i + 16 e + l, i < 4, l < 16,
@@ -66,9 +66,9 @@ struct Q2K {
     u32 scale[4], mins;  // scales of the codes that stay in their place, bits 2 and 3, else 4 times
     float d, dmin;
     DEV Row(u32 slot, int row, int t) {
-      const uint2 half = lds8(slot + 1024 + 16 * row + 8 * (t >> 1));
+      const uint2 half = load_shared<uint2>(slot + 1024 + 16 * row + 8 * (t >> 1));
       const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420);
-      const u32 dm = lds4(slot + 1280 + 4 * row);
+      const u32 dm = load_shared<u32>(slot + 1280 + 4 * row);
       const u32 even = bytes << 2 & 0x003c003cu, odd = bytes >> 8 & 0x000f000fu;
       scale[0] = even & 0xffff, scale[1] = odd & 0xffff, scale[2] = even >> 16, scale[3] = odd >> 16;
       mins = bytes >> 4 & 0x0f0f0f0fu;
@@ -83,7 +83,7 @@ struct Q2K {
     return __float_as_uint(y < 12582912.f + 32767 ? y : 12582912.f + 32767);
   }
   static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n, u32 peak) {
-    const u32 top = larger(peak >> 23, 20);  // exponent of the largest of the unit's 256 columns
+    const u32 top = max_or_nan(peak >> 23, 20);  // exponent of the largest of the unit's 256 columns
     const float to_int = __uint_as_float((268 - top) << 23);  // 2^14 of it
     const int i = j & 3;
 #pragma unroll
@@ -101,14 +101,14 @@ struct Q2K {
         high[k] = __byte_perm(a, b, 0x7531), low[k] = __byte_perm(a, b, 0x6420) ^ 0x80808080u;
       }
       const u32 at = unit + i * (COLUMNS * 128) + 16 * t;
-      sts16(at + 128 * n, high[0], high[1], high[2], high[3]);
-      sts16(at + 128 * n + 64, low[0], low[1], low[2], low[3]);
+      store_shared(at + 128 * n, make_uint4(high[0], high[1], high[2], high[3]));
+      store_shared(at + 128 * n + 64, make_uint4(low[0], low[1], low[2], low[3]));
       const u32 sum = digits(sum8_bf16(v[2 * e]) + sum8_bf16(v[2 * e + 1]), to_int / 16);
-      sts1(unit + SUMS + 32 * n + 4 * t + i, sum >> 8);
-      sts1(unit + SUMS + 32 * n + 16 + 4 * t + i, sum ^ 0x80);
+      store_shared_byte(unit + SUMS + 32 * n + 4 * t + i, sum >> 8);
+      store_shared_byte(unit + SUMS + 32 * n + 16 + 4 * t + i, sum ^ 0x80);
     }
     if (j == 0)  // of 4 times code * scale; infinity and NaN become NaN
-      sts4(unit + FACTORS + 4 * n, top == 255 ? 0x7fc00000u : (top - 16) << 23);
+      store_shared<u32>(unit + FACTORS + 4 * n, top == 255 ? 0x7fc00000u : (top - 16) << 23);
   }
   template <int SLOT, int N>
   static DEV void multiply(float (&sum)[2][N][LANE_SUMS], u32 slot, u32 unit, int m, int lane, u32) {
@@ -123,12 +123,13 @@ struct Q2K {
 #pragma unroll
     for (int s = 0; s < 2; ++s)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) qs[s][r] = lds16(slot + s * SLOT + 512 * r + 16 * lane);
+      for (int r = 0; r < 2; ++r) qs[s][r] = load_shared<uint4>(slot + s * SLOT + 512 * r + 16 * lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint4 v[N];
 #pragma unroll
-      for (int nt = 0; nt < N; ++nt) v[nt] = lds16(unit + i * (COLUMNS * 128) + 64 * column[nt] + 16 * t);
+      for (int nt = 0; nt < N; ++nt)
+        v[nt] = load_shared<uint4>(unit + i * (COLUMNS * 128) + 64 * column[nt] + 16 * t);
 #pragma unroll
       for (int k = 0; k < 4; k += 2)
 #pragma unroll
@@ -144,8 +145,8 @@ struct Q2K {
     }
 #pragma unroll
     for (int nt = 0; nt < N; ++nt) {
-      const u32 sums = lds4(unit + SUMS + 16 * column[nt] + 4 * t);
-      const float factor = ldsf(unit + FACTORS + 4 * min(4 * nt + t, m - 1));
+      const u32 sums = load_shared<u32>(unit + SUMS + 16 * column[nt] + 4 * t);
+      const float factor = load_shared<float>(unit + FACTORS + 4 * min(4 * nt + t, m - 1));
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         int least[4];
@@ -174,21 +175,22 @@ struct Q3K {
     DEV Row(u32 slot, int row, int t) {
       const u32 at = slot + 1536 + 12 * row, mine = t & 1 ? 0x7531 : 0x6420;
       const int shift = 4 * (t >> 1);
-      const u32 low = __byte_perm(lds4(at), lds4(at + 4), mine) >> shift & 0x0f0f0f0fu;
-      const u32 high = __byte_perm(lds4(at + 8), 0, t & 1 ? 0x3131 : 0x2020) >> shift;
+      const u32 low =
+          __byte_perm(load_shared<u32>(at), load_shared<u32>(at + 4), mine) >> shift & 0x0f0f0f0fu;
+      const u32 high = __byte_perm(load_shared<u32>(at + 8), 0, t & 1 ? 0x3131 : 0x2020) >> shift;
       const u32 sc = low | (high & 0x0303u) << 4 | (high >> 2 & 0x03030000u) << 4;
-      d = half_to_float(lds2(slot + 1728 + 2 * row)) * RAISED;
+      d = half_to_float(load_shared<u16>(slot + 1728 + 2 * row)) * RAISED;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // (128 + v - 160) * 2^69 / 4^(i % 2)
-        scale[i] = fma_bf16(__byte_perm(sc, 0x43434343u, 0x4040u | i | i << 8),
+        scale[i] = fma_bf16x2(__byte_perm(sc, 0x43434343u, 0x4040u | i | i << 8),
                             0x62006200u - 0x01000100u * (i & 1), 0xe5a0e5a0u - 0x01000100u * (i & 1));
-        offset[i] = fma_bf16(scale[i], 0x80008000u | 0x00040004u << 2 * (i & 1), MINUS_ZERO);
+        offset[i] = fma_bf16x2(scale[i], 0x80008000u | 0x00040004u << 2 * (i & 1), MINUS_ZERO);
       }
     }
     DEV u32 operand(u32 qs, u32 mask, int i, int odd) const {
       const int low = 4 * (i >> 1) + 8 * odd, to = 2 * (i & 1), from = i + 8 * odd - to - 2;
       const u32 high = from > 0 ? mask >> from : mask << -from;
-      return fma_bf16((qs >> low & 0x00030003u << to) | (high & 0x00040004u << to), scale[i],
+      return fma_bf16x2((qs >> low & 0x00030003u << to) | (high & 0x00040004u << to), scale[i],
                       offset[i]);
     }
   };
@@ -205,16 +207,19 @@ struct Q3K {
       float part[N][4] = {};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const u32 a = lds4(slot + 16 * lane + 4 * k), b = lds4(slot + 512 + 16 * lane + 4 * k);
+        const u32 a = load_shared<u32>(slot + 16 * lane + 4 * k),
+                  b = load_shared<u32>(slot + 512 + 16 * lane + 4 * k);
         const u32 at = slot + 1024 + 32 * g + 16 * (t & 1) + 4 * k;
-        const u32 c = lds4(at) >> 4 * (t >> 1), d = lds4(at + 256) >> 4 * (t >> 1);
+        const u32 c = load_shared<u32>(at) >> 4 * (t >> 1),
+                  d = load_shared<u32>(at + 256) >> 4 * (t >> 1);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const u32 w0 = r0.operand(a, c, i, 0), w1 = r1.operand(b, d, i, 0);
           const u32 w2 = r0.operand(a, c, i, 1), w3 = r1.operand(b, d, i, 1);
 #pragma unroll
           for (int nt = 0; nt < N; ++nt) {
-            const uint2 v = lds8(tokens.x[nt] + (2 * i + k / 2) * COLUMNS * 64 + 8 * (k & 1));
+            const uint2 v =
+                load_shared<uint2>(tokens.x[nt] + (2 * i + k / 2) * COLUMNS * 64 + 8 * (k & 1));
             mma_bf16(part[nt], w0, w1, w2, w3, v.x, v.y);
           }
         }
@@ -239,14 +244,14 @@ template <int GROUP> struct E2M1 {
     u32 scale[64 / GROUP];  // times 2^62: codes are 2^-126 of their values
     DEV Row(u32 slot, int row, int t) {
       const u32 at = slot + CODES + (SCALES / 16) * row + 64 / GROUP * t;
-      const u32 bytes = GROUP == 32 ? lds2(at) : lds4(at);
+      const u32 bytes = GROUP == 32 ? load_shared<u16>(at) : load_shared<u32>(at);
 #pragma unroll
       for (int i = 0; i < 64 / GROUP; ++i) {
         const u32 both = __byte_perm(bytes, 0, 0x4040u | i | i << 8);
         if (GROUP == 32)
           scale[i] = (both << 7) + 0x1f001f00u;  // exponents up to 192: select_tiles
         else
-          scale[i] = fma_bf16(fma_bf16(both << 4, 0x7b807b80u, MINUS_ZERO), 0x5e805e80u, MINUS_ZERO);
+          scale[i] = fma_bf16x2(fma_bf16x2(both << 4, 0x7b807b80u, MINUS_ZERO), 0x5e805e80u, MINUS_ZERO);
       }
     }
     DEV u32 operand(u32 codes, int o, int i) const {  // o: codes o and o + 4
@@ -255,16 +260,17 @@ template <int GROUP> struct E2M1 {
         bits = (o ? codes << 6 : codes) & 0x81c081c0u;
       else
         bits = ((o == 2 ? codes << 3 : codes >> 4) & 0x01c001c0u) | (codes << (o - 1) & 0x80008000u);
-      return fma_bf16(bits, scale[i], MINUS_ZERO);
+      return fma_bf16x2(bits, scale[i], MINUS_ZERO);
     }
   };
   static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n, u32) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const int t = j >> 1, p = 4 * (j & 1) + q;
-      sts16(unit + (p * COLUMNS + n) * 64 + 16 * t,  // columns 0 4, 1 5, 2 6, 3 7
-            __byte_perm(v[q].x, v[q].z, 0x5410), __byte_perm(v[q].x, v[q].z, 0x7632),
-            __byte_perm(v[q].y, v[q].w, 0x5410), __byte_perm(v[q].y, v[q].w, 0x7632));
+      store_shared(unit + (p * COLUMNS + n) * 64 + 16 * t,
+                   make_uint4(  // columns 0 4, 1 5, 2 6, 3 7
+                       __byte_perm(v[q].x, v[q].z, 0x5410), __byte_perm(v[q].x, v[q].z, 0x7632),
+                       __byte_perm(v[q].y, v[q].w, 0x5410), __byte_perm(v[q].y, v[q].w, 0x7632)));
     }
   }
   template <int SLOT, int N>
@@ -281,7 +287,7 @@ template <int GROUP> struct E2M1 {
       for (int s = 0; s < 2; ++s)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          codes[s][r] = lds16(slot + s * SLOT + 1024 * half + 512 * r + 16 * lane);
+          codes[s][r] = load_shared<uint4>(slot + s * SLOT + 1024 * half + 512 * r + 16 * lane);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         uint4 v[N];

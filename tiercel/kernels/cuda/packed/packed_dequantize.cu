@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_dequantize(
     i64 row_bytes,  // from row to row, FILE
     const int* index,  // (rows,), FILE: which rows of W these are; null: all in order
     int rows, int columns) {
-  launch_next();
+  launch_dependents();
   wait_for_inputs();
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * ROWS;
   const int tile = blockIdx.x, column = blockIdx.y * 256 + 8 * lane;

@@ -41,7 +41,7 @@ struct Source {  // the next unit of a warp
       if (block < num_blocks())
         v = __ldg((const u16*)(w.p0 + ((i64)in_file * num_blocks() + block) * FILE_BYTES + f.start +
                                byte % f.size));
-      sts2(slot + plane_at(P) + at, v);
+      store_shared<u16>(slot + plane_at(P) + at, v);
     }
   }
   DEV int num_blocks() const {  // of a row

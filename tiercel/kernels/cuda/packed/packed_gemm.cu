@@ -39,7 +39,7 @@ static_assert(BATCHES % DEPTH == 0, "a batch's registers are known");
 DEV float sum_at(u32 ring, int n, int r) {
   float y = 0;
 #pragma unroll
-  for (int s = 0; s < SPLITS; ++s) y += load_of(ring + 4 * (n * SUM_STRIDE + r), s);
+  for (int s = 0; s < SPLITS; ++s) y += load_remote<float>(ring + 4 * (n * SUM_STRIDE + r), s);
   return y * 0.0625f;
 }
 #if GATED
@@ -196,11 +196,11 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
              const u8* image,  // of the tokens
              void* out,        // (m, >= rows), out_stride elements from row to row
              int rows, int blocks, int m, int out_stride) {
-  SHARED_MEMORY(memory);
+  ALIGNED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, warp = uni(tid >> 5);
   const int rank = blockIdx.y, block = blockIdx.x;
-  const u32 ring = smem_u32(memory), full = ring + STAGES * STAGE_BYTES;
-  launch_next();
+  const u32 ring = shared_address(memory), full = ring + STAGES * STAGE_BYTES;
+  launch_dependents();
   if (tid == 0) {
     for (int i = 0; i < STAGES; ++i)
       mbar_init(full + 8 * i, 1 + COPIERS), mbar_init(full + 8 * (STAGES + i), 4 * WGS);
@@ -224,7 +224,7 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) {
       const int n = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-      sts(ring + 4 * (n * SUM_STRIDE + row + 8 * (i / 2 & 1)), sum[i]);
+      store_shared<float>(ring + 4 * (n * SUM_STRIDE + row + 8 * (i / 2 & 1)), sum[i]);
     }
   }
 #if SPLITS > 1

@@ -38,30 +38,31 @@ struct Row {  // factors of a row's two groups: value = q * scale + least
     const u32 rest = second ? 0x0f0f0f0fu : 0u;
     const u32 sc = ((header.y >> shift) & mask) | (header.w & rest);
     const u32 mn = ((header.z >> shift) & mask) | ((header.w >> 4) & rest);
-    const u32 d = mul2(__byte_perm(header.x, 0, 0x1010), SIXTEEN);
-    const u32 dmin = mul2(__byte_perm(header.x, 0, 0x3232), SIXTEEN ^ 0x80008000u);
+    const u32 d = mul_fp16x2(__byte_perm(header.x, 0, 0x1010), SIXTEEN);
+    const u32 dmin = mul_fp16x2(__byte_perm(header.x, 0, 0x3232), SIXTEEN ^ 0x80008000u);
     const u32 k = 2 * (t & 1), one = 0xe400e400u;  // - 1024
-    low = mul2(add2(byte_pair(sc, k), one), d);
-    high = mul2(fma2(byte_pair(sc, k + 1), 0x2c002c00u, 0xd400d400u), d);  // / 16
-    low_least = mul2(add2(byte_pair(mn, k), one), dmin);
-    high_least = mul2(add2(byte_pair(mn, k + 1), one), dmin);
+    low = mul_fp16x2(add_fp16x2(byte_pair(sc, k), one), d);
+    high = mul_fp16x2(fma_fp16x2(byte_pair(sc, k + 1), 0x2c002c00u, 0xd400d400u), d);  // / 16
+    low_least = mul_fp16x2(add_fp16x2(byte_pair(mn, k), one), dmin);
+    high_least = mul_fp16x2(add_fp16x2(byte_pair(mn, k + 1), one), dmin);
   }
 };
 DEV u32 low_weights(u32 bytes, const Row& row, const Masks& m) {
-  return fma2(add2(merge(bytes, m.low, m.one), 0xe400e400u), row.low, row.low_least);
+  return fma_fp16x2(add_fp16x2(merge(bytes, m.low, m.one), 0xe400e400u), row.low, row.low_least);
 }
 DEV u32 high_weights(u32 bytes, const Row& row, const Masks& m) {
-  return fma2(add2(merge(bytes, m.high, m.one), 0xe400e400u), row.high, row.high_least);
+  return fma_fp16x2(add_fp16x2(merge(bytes, m.high, m.one), 0xe400e400u), row.high, row.high_least);
 }
 struct Unit {
   Row r0, r1;
   uint4 w0[2], w1[2];
   DEV Unit(u32 slot, int lane)
-      : r0(lds16(slot + 2048 + 16 * (lane >> 2)), lane & 3),
-        r1(lds16(slot + 2176 + 16 * (lane >> 2)), lane & 3) {
+      : r0(load_shared<uint4>(slot + 2048 + 16 * (lane >> 2)), lane & 3),
+        r1(load_shared<uint4>(slot + 2176 + 16 * (lane >> 2)), lane & 3) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      w0[j] = lds16(slot + 512 * j + 16 * lane), w1[j] = lds16(slot + 1024 + 512 * j + 16 * lane);
+      w0[j] = load_shared<uint4>(slot + 512 * j + 16 * lane),
+      w1[j] = load_shared<uint4>(slot + 1024 + 512 * j + 16 * lane);
     }
   }
   DEV void decode(u32* a, int pair, const Masks& m) const {
@@ -76,18 +77,19 @@ struct Unit {
 struct Row {  // factors of a row's four groups: value = (q - 32) * scale, / 16 for high nibbles
   u32 scale[4];
   DEV Row(u32 slot, int row, int t) {
-    const uint2 half = lds8(slot + 3072 + 16 * row + 8 * (t >> 1));
+    const uint2 half = load_shared<uint2>(slot + 3072 + 16 * row + 8 * (t >> 1));
 #if IN_STEP
     const u32 bits = step_d(slot, row);
 #else
-    const u32 bits = lds2(slot + 3328 + 2 * row);
+    const u32 bits = load_shared<u16>(slot + 3328 + 2 * row);
 #endif
-    const u32 d = mul2(bits | bits << 16, SIXTEEN);
+    const u32 d = mul_fp16x2(bits | bits << 16, SIXTEEN);
     const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420) ^ 0x80808080u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const u32 v = byte_pair(bytes, i);  // 1152 + scale
-      scale[i] = mul2(i < 2 ? add2(v, 0xe480e480u) : fma2(v, 0x2c002c00u, 0xd480d480u), d);
+      scale[i] = mul_fp16x2(
+          i < 2 ? add_fp16x2(v, 0xe480e480u) : fma_fp16x2(v, 0x2c002c00u, 0xd480d480u), d);
     }
   }
 };
@@ -98,16 +100,20 @@ DEV u32 weights(u32 ql, u32 qh, int i, int odd, const Row& row, const Masks& m) 
   const u32 high = shift > 0 ? qh << shift : qh >> -shift;
   const u32 q = merge(low, i < 2 ? m.low : m.high, merge(high, i < 2 ? m.low2 : m.high2, m.one));
   // 1024 + q or 1024 + 16 q: less 1056, or 1536.
-  return mul2(add2(q, i < 2 ? 0xe420e420u : 0xe600e600u), row.scale[i]);
+  return mul_fp16x2(add_fp16x2(q, i < 2 ? 0xe420e420u : 0xe600e600u), row.scale[i]);
 }
 struct Unit {
   Row r0, r1;
   uint4 l0, m0, h0, l1, m1, h1;
   DEV Unit(u32 slot, int lane)
-      : r0(slot, lane >> 2, lane & 3), r1(slot, (lane >> 2) + 8, lane & 3),
-        l0(lds16(slot + 16 * lane)), m0(lds16(slot + 512 + 16 * lane)),
-        h0(lds16(slot + 2048 + 16 * lane)), l1(lds16(slot + 1024 + 16 * lane)),
-        m1(lds16(slot + 1536 + 16 * lane)), h1(lds16(slot + 2560 + 16 * lane)) {}
+      : r0(slot, lane >> 2, lane & 3),
+        r1(slot, (lane >> 2) + 8, lane & 3),
+        l0(load_shared<uint4>(slot + 16 * lane)),
+        m0(load_shared<uint4>(slot + 512 + 16 * lane)),
+        h0(load_shared<uint4>(slot + 2048 + 16 * lane)),
+        l1(load_shared<uint4>(slot + 1024 + 16 * lane)),
+        m1(load_shared<uint4>(slot + 1536 + 16 * lane)),
+        h1(load_shared<uint4>(slot + 2560 + 16 * lane)) {}
   DEV void decode(u32* a, int pair, const Masks& m) const {
     const int k = pair >> 1;
     const u32 y0 = word(h0, k), y1 = word(h1, k);

@@ -31,50 +31,50 @@ struct Row {  // of a quad
     const int row = 8 * half + (lane >> 2);
 #if QTYPE == 80
     const u32 at = slot + 2048 * quad + 1024 * half + 16 * lane;
-    q = lds16(at), more = lds16(at + 512);
+    q = load_shared<uint4>(at), more = load_shared<uint4>(at + 512);
 #else
     constexpr int HALF_STEP = GROUP == 4 ? 512 : 1024, QUAD_STEP = GROUP == 4 ? 1024 : 512;
-    q = lds16(slot + QUAD_STEP * quad + HALF_STEP * half + 16 * lane);
+    q = load_shared<uint4>(slot + QUAD_STEP * quad + HALF_STEP * half + 16 * lane);
 #endif
 #if QTYPE == 5
-    const uint2 bits = {lds4(slot + plane_at(1) + 32 * row + 4 * (lane & 3)),
-                        lds4(slot + plane_at(1) + 32 * row + 4 * (lane & 3) + 16)};
+    const uint2 bits = {load_shared<u32>(slot + plane_at(1) + 32 * row + 4 * (lane & 3)),
+                        load_shared<u32>(slot + plane_at(1) + 32 * row + 4 * (lane & 3) + 16)};
     high.x = bits.x >> (4 * quad), high.y = bits.y >> (4 * quad);
-    const uint4 header = lds16(slot + LAST + 16 * row);
+    const uint4 header = load_shared<uint4>(slot + LAST + 16 * row);
     const u32 sc = six_bits(header.y, header.w, quad), mn = six_bits(header.z, header.w >> 4, quad);
-    const u32 d = mul2(__byte_perm(header.x, 0, 0x1010), SIXTEEN);
-    const u32 dmin = mul2(__byte_perm(header.x, 0, 0x3232), SIXTEEN ^ 0x80008000u);
+    const u32 d = mul_fp16x2(__byte_perm(header.x, 0, 0x1010), SIXTEEN);
+    const u32 dmin = mul_fp16x2(__byte_perm(header.x, 0, 0x3232), SIXTEEN ^ 0x80008000u);
 #elif QTYPE == 45
-    const uint2 header = lds8(slot + LAST + 8 * row);
+    const uint2 header = load_shared<uint2>(slot + LAST + 8 * row);
     const u32 low = header.y >> (16 * quad), top = header.x >> (16 + 8 * quad);
-    const u32 d = mul2(__byte_perm(header.x, 0, 0x1010), SIXTEEN);
+    const u32 d = mul_fp16x2(__byte_perm(header.x, 0, 0x1010), SIXTEEN);
 #elif HAS_LEAST
-    const uint4 header = lds16(slot + LAST + 256 * quad + 16 * row);
+    const uint4 header = load_shared<uint4>(slot + LAST + 256 * quad + 16 * row);
 #else
-    const uint2 header = lds8(slot + LAST + 128 * quad + 8 * row);
+    const uint2 header = load_shared<uint2>(slot + LAST + 128 * quad + 8 * row);
 #endif
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
 #if QTYPE == 5
-      scale[b] = mul2(add2(byte_pair(sc, b), 0xe400e400u), d);  // - 1024
-      least[b] = mul2(add2(byte_pair(mn, b), 0xe400e400u), dmin);
+      scale[b] = mul_fp16x2(add_fp16x2(byte_pair(sc, b), 0xe400e400u), d);  // - 1024
+      least[b] = mul_fp16x2(add_fp16x2(byte_pair(mn, b), 0xe400e400u), dmin);
 #elif QTYPE == 45
       const u32 s = (low >> (4 * b) & 15) | (top >> (2 * b) & 3) << 4;
-      scale[b] = mul2(add2(byte_pair(s, 0), 0xe420e420u), d);  // - 1056
+      scale[b] = mul_fp16x2(add_fp16x2(byte_pair(s, 0), 0xe420e420u), d);  // - 1056
 #elif HAS_LEAST
-      scale[b] = mul2(__byte_perm(word(header, b), 0, 0x1010), SIXTEEN);
-      least[b] = mul2(__byte_perm(word(header, b), 0, 0x3232), SIXTEEN);
+      scale[b] = mul_fp16x2(__byte_perm(word(header, b), 0, 0x1010), SIXTEEN);
+      least[b] = mul_fp16x2(__byte_perm(word(header, b), 0, 0x3232), SIXTEEN);
 #else
       const u32 pair = b < 2 ? header.x : header.y;
-      scale[b] = mul2(__byte_perm(pair, 0, b & 1 ? 0x3232 : 0x1010), SIXTEEN);
+      scale[b] = mul_fp16x2(__byte_perm(pair, 0, b & 1 ? 0x3232 : 0x1010), SIXTEEN);
 #endif
     }
   }
   DEV u32 weights(u32 value, u32 zero, u32 factor, int b) const {
 #if HAS_LEAST
-    return fma2(add2(value, zero), factor, least[b]);
+    return fma_fp16x2(add_fp16x2(value, zero), factor, least[b]);
 #else
-    return mul2(add2(value, zero), factor);
+    return mul_fp16x2(add_fp16x2(value, zero), factor);
 #endif
   }
   // Both steps of group b: registers a[0], a[2] and a[4], a[6] of this row.
@@ -82,7 +82,7 @@ struct Row {  // of a quad
 #if QTYPE == 40 || QTYPE == 41  // nibbles where they are: 1024 + q, 1024 + 16 q
     constexpr u32 LOW = QTYPE == 40 ? 0xe408e408u : 0xe400e400u;
     constexpr u32 HIGH = QTYPE == 40 ? 0xe480e480u : 0xe400e400u;
-    const u32 x = word(q, b), sixteenth = mul2(scale[b], 0x2c002c00u);
+    const u32 x = word(q, b), sixteenth = mul_fp16x2(scale[b], 0x2c002c00u);
     a[0] = weights(merge(x, m.low, m.one), LOW, scale[b], b);
     a[2] = weights(merge(x >> 8, m.low, m.one), LOW, scale[b], b);
     a[4] = weights(merge(x, m.high, m.one), HIGH, sixteenth, b);

@@ -7,7 +7,7 @@ extern "C" __global__ void __launch_bounds__(256) packed_image(
     const uint2* x,  // (m, units * 256) fp16, contiguous
     uint4* image,    // (tiles, units, 4, TOKENS, 8 pieces)
     int m, int units) {
-  launch_next();
+  launch_dependents();
   wait_for_inputs();
   const int id = blockIdx.x * 256 + threadIdx.x;  // step, then unit, then token
   const int s = id & 15, unit = (id >> 4) % units, token = (id >> 4) / units;

@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) packed_matvec(
   const u32 sum_step = (u32)(units + SLICE - 1) / SLICE * PARTS * PART_STEP;  // of a group's buffer
   const u32 mine = smem + WARPS * STAGES * SLOT + group * BUFFERS * sum_step;
   const u32 placed = smem + WARPS * STAGES * SLOT + GROUPS * BUFFERS * sum_step;
-  launch_next();
+  launch_dependents();
 
   const int step = gridDim.x * GROUPS, start = blockIdx.x * GROUPS + group;
   const int of_tile = (units + PARTS - 1 - part) / PARTS;  // units of this warp
@@ -139,9 +139,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) packed_matvec(
       for (int nt = 0; nt < NT; ++nt) {
         const u32 pair = 4 * nt + (lane & 3);
         if (2 * pair < m)
-          sts16(here + (s * PARTS + part) * PART_STEP + 128 * pair + 16 * (lane >> 2),
-                __float_as_uint(sum[nt][0]), __float_as_uint(sum[nt][1]),
-                __float_as_uint(sum[nt][2]), __float_as_uint(sum[nt][3]));
+          store_shared(here + (s * PARTS + part) * PART_STEP + 128 * pair + 16 * (lane >> 2),
+                       make_uint4(__float_as_uint(sum[nt][0]), __float_as_uint(sum[nt][1]),
+                                  __float_as_uint(sum[nt][2]), __float_as_uint(sum[nt][3])));
       }
     }
     group_sync(group);
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) packed_matvec(
       for (int s = 0; s < units; s += SLICE) {
         float of_slice = 0;
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p, at += PART_STEP) of_slice += ldsf(at);
+        for (int p = 0; p < PARTS; ++p, at += PART_STEP) of_slice += load_shared<float>(at);
         y += of_slice;
       }
 #if IS_SPLIT

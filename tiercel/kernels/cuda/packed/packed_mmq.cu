@@ -41,9 +41,9 @@
 #define SUM_STRIDE (ROWS + 4)
 #define MAGIC 0x4b400000  // 1.5 * 2^23 as a float; sums below 2^22 stay in its mantissa
 
-DEV void stsf(u32 a, float v) { sts4(a, __float_as_uint(v)); }
+DEV void stsf(u32 a, float v) { store_shared<u32>(a, __float_as_uint(v)); }
 DEV float2 ldsf2(u32 a) {
-  const uint2 v = lds8(a);
+  const uint2 v = load_shared<uint2>(a);
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 #if QTYPE == 4
@@ -62,7 +62,7 @@ DEV void copy16_by_2(u32 to, const u8* from) {  // blocks of 210 bytes
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     v[i] = __ldg((const u16*)from + 2 * i) | (u32)__ldg((const u16*)from + 2 * i + 1) << 16;
-  sts16(to, v[0], v[1], v[2], v[3]);
+  store_shared(to, make_uint4(v[0], v[1], v[2], v[3]));
 }
 struct Weights {  // the next unit of a CTA
   const u8* blocks_of_row;
@@ -89,7 +89,7 @@ struct Weights {  // the next unit of a CTA
       } else if (k == 12) {
         copy16_by_2(tile + 3072 + 16 * (r & 15), block + 192);
       } else {
-        sts2(tile + 3328 + 2 * (r & 15), __ldg((const u16*)(block + 208)));
+        store_shared<u16>(tile + 3328 + 2 * (r & 15), __ldg((const u16*)(block + 208)));
       }
 #endif
     }
@@ -153,7 +153,7 @@ DEV void make_tables(u32 unit, u32 table, int tid) {
   const int r = tid >> 1, part = tid & 1, tile = r >> 4, half = r >> 3 & 1, g = r & 7;
   const u32 slot = unit + tile * SLOT, to = table + tile * 64 + g * 8 + half * 4;
 #if QTYPE == 4
-  const uint4 header = lds16(slot + 2048 + 16 * (r & 15));
+  const uint4 header = load_shared<uint4>(slot + 2048 + 16 * (r & 15));
   const u32 shift = part ? 2 : 0, mask = part ? 0x30303030u : 0x3f3f3f3fu;
   const u32 high = part ? 0x0f0f0f0fu : 0u;
   const u32 sc = ((header.y >> shift) & mask) | (header.w & high);
@@ -164,14 +164,14 @@ DEV void make_tables(u32 unit, u32 table, int tid) {
     stsf(to + (4 * part + k) * ROWS * 4, (k & 1 ? d16 : d) * (float)(sc >> 8 * k & 0xff));
 #pragma unroll
   for (int k = 0; k < 2; ++k)
-    sts4(table + FACTOR_BYTES + (tile * 32 + 4 * g + 2 * part + k) * 8 + 4 * half,
-         add2(byte_pair(mn >> 16 * k, 0) & 0xffff | byte_pair(mn >> 16 * k, 1) << 16, 0xe400e400u));
+    store_shared<u32>(table + FACTOR_BYTES + (tile * 32 + 4 * g + 2 * part + k) * 8 + 4 * half,
+         add_fp16x2(byte_pair(mn >> 16 * k, 0) & 0xffff | byte_pair(mn >> 16 * k, 1) << 16, 0xe400e400u));
   if (part == 0)
     stsf(table + FACTOR_BYTES + ROWS * 16 + tile * 64 + g * 8 + half * 4,
          -32.f * half_to_float(header.x >> 16));
 #else
-  const uint2 scales = lds8(slot + 3072 + 16 * (r & 15) + 8 * part);
-  const float d = half_to_float(lds2(slot + 3328 + 2 * (r & 15)));
+  const uint2 scales = load_shared<uint2>(slot + 3072 + 16 * (r & 15) + 8 * part);
+  const float d = half_to_float(load_shared<u16>(slot + 3328 + 2 * (r & 15)));
 #pragma unroll
   for (int k = 0; k < 8; ++k)
     stsf(to + (8 * part + k) * ROWS * 4,
@@ -197,10 +197,10 @@ DEV void add(float (&sum)[4], const int (&c)[4], const Scaled& x, float2 factor)
 DEV void multiply(float (&sum)[MT][4][4], u32 stage, u32 table, const Lane& at) {
 #pragma unroll
   for (int nt = 0; nt < 4; ++nt) {
-    const uint2 means = lds8(stage + at.means + nt * 256);
+    const uint2 means = load_shared<uint2>(stage + at.means + nt * 256);
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
-      const uint2 mins = lds8(table + at.least + i * 256);
+      const uint2 mins = load_shared<uint2>(table + at.least + i * 256);
       const float2 dmin = ldsf2(table + FACTOR_BYTES + ROWS * 16 + at.factors + i * 64);
       float least[4] = {};
       mma(least, mins.x, mins.y, mins.x, mins.y, means.x, means.y);
@@ -216,7 +216,7 @@ DEV void multiply(float (&sum)[MT][4][4], u32 stage, u32 table, const Lane& at) 
     for (int i = 0; i < MT; ++i)
 #pragma unroll
       for (int k = 0; k < 4; ++k)  // rows g, g + 8; then their second pieces
-        raw[i][k] = lds4(stage + at.w + i * SLOT + (k & 1) * 1024 + p * 256 + (k >> 1) * 128);
+        raw[i][k] = load_shared<u32>(stage + at.w + i * SLOT + (k & 1) * 1024 + p * 256 + (k >> 1) * 128);
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
       const int j = 2 * p + high;
@@ -231,7 +231,7 @@ DEV void multiply(float (&sum)[MT][4][4], u32 stage, u32 table, const Lane& at) 
       }
 #pragma unroll
       for (int nt = 0; nt < 4; ++nt) {
-        const uint2 b = lds8(stage + at.x + (j * TOKENS + nt * 8) * 32);
+        const uint2 b = load_shared<uint2>(stage + at.x + (j * TOKENS + nt * 8) * 32);
         const Scaled x(stage + at.d + (j * TOKENS + nt * 8) * 4);
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
@@ -252,7 +252,8 @@ DEV void multiply(float (&sum)[MT][4][4], u32 stage, u32 table, const Lane& at) 
     for (int i = 0; i < MT; ++i)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        high[i][k] = lds4(stage + at.w + i * SLOT + 2048 + (k & 1) * 512 + (2 * h + (k >> 1)) * 128);
+        high[i][k] = load_shared<u32>(stage + at.w + i * SLOT + 2048 + (k & 1) * 512 +
+                                      (2 * h + (k >> 1)) * 128);
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       u32 low[MT][4];
@@ -260,8 +261,8 @@ DEV void multiply(float (&sum)[MT][4][4], u32 stage, u32 table, const Lane& at) 
       for (int i = 0; i < MT; ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          low[i][k] = lds4(stage + at.w + i * SLOT + (k & 1) * 1024 + (2 * h + (k >> 1)) * 256 +
-                           piece * 128);
+          low[i][k] = load_shared<u32>(stage + at.w + i * SLOT + (k & 1) * 1024 +
+                                       (2 * h + (k >> 1)) * 256 + piece * 128);
 #pragma unroll
       for (int up = 0; up < 2; ++up) {
         const int quarter = 2 * up + piece, j = 4 * h + quarter;
@@ -281,7 +282,7 @@ DEV void multiply(float (&sum)[MT][4][4], u32 stage, u32 table, const Lane& at) 
           }
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) {
-          const uint2 b = lds8(stage + at.x + (j * TOKENS + nt * 8) * 32);
+          const uint2 b = load_shared<uint2>(stage + at.x + (j * TOKENS + nt * 8) * 32);
           const Scaled x(stage + at.d + (j * TOKENS + nt * 8) * 4);
 #pragma unroll
           for (int i = 0; i < MT; ++i) {
@@ -323,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) packed_mmq(
   const u32 ring = shared_address(memory), tables = ring + STAGES * STAGE_BYTES;
   Weights weights(planes, blockIdx.y * TILES, rows, blocks, first, tid);
   image += ((i64)blockIdx.x * blocks + first) * X_BYTES + 16 * tid;
-  launch_next();
+  launch_dependents();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i)
     if (i < count) weights.fetch(ring + i * STAGE_BYTES);
@@ -394,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) packed_mmq(
   if (parts == 1) {
     for (int i = tid; i < here * ROWS; i += THREADS) {
       const int n = i / ROWS, r = i % ROWS;
-      const float y = ldsf(ring + 4 * (n * SUM_STRIDE + r));
+      const float y = load_shared<float>(ring + 4 * (n * SUM_STRIDE + r));
       if (first_row + r < rows) store(out, (i64)(first_token + n) * out_stride + first_row + r, y);
     }
     return;
@@ -404,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) packed_mmq(
   float4* sums = (float4*)partial + first_token * stride + first_row / 4;
   for (int i = tid; i < here * (ROWS / 4); i += THREADS) {
     const int n = i / (ROWS / 4), r = i % (ROWS / 4);
-    const uint4 y = lds16(ring + 4 * n * SUM_STRIDE + 16 * r);
+    const uint4 y = load_shared<uint4>(ring + 4 * n * SUM_STRIDE + 16 * r);
     __stcg(sums + ((i64)part * m + n) * stride + r,
            make_float4(__uint_as_float(y.x), __uint_as_float(y.y), __uint_as_float(y.z),
                        __uint_as_float(y.w)));

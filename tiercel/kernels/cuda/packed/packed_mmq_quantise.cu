@@ -8,7 +8,7 @@
 extern "C" __global__ void packed_mmq_quantise(const uint4* x,  // (m, blocks * 256) fp16
                                             u8* image,       // see packed_mmq.cu
                                             int m, int blocks) {
-  launch_next();
+  launch_dependents();
   wait_for_inputs();
   // Neighbours are tokens of a tile: what they write is contiguous.
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;

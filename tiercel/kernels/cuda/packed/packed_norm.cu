@@ -11,18 +11,18 @@ constexpr u32 SUMS = COLS * 2;  // behind the normed row
 DEV float add_up(u32 sums, float mine, int tid) {  // of all threads, in a fixed order
 #pragma unroll
   for (int step = 16; step; step >>= 1) mine += __shfl_xor_sync(~0u, mine, step);
-  if (tid % 32 == 0) sts4(sums + tid / 32 * 4, __float_as_uint(mine));
+  if (tid % 32 == 0) store_shared<u32>(sums + tid / 32 * 4, __float_as_uint(mine));
   __syncthreads();
   float total = 0;
 #pragma unroll
-  for (int i = 0; i < (WIDTH + 31) / 32; ++i) total += ldsf(sums + 4 * i);
+  for (int i = 0; i < (WIDTH + 31) / 32; ++i) total += load_shared<float>(sums + 4 * i);
   return total;
 }
 template <int OF> DEV void write_image(uint4* image, u32 row, int token, int tid) {
   const int s = tid & 15, unit = tid >> 4;
   uint2 v[4];
 #pragma unroll
-  for (int t = 0; t < 4; ++t) v[t] = lds8(row + 2 * (unit * 256 + column_of<OF>(s, t)));
+  for (int t = 0; t < 4; ++t) v[t] = load_shared<uint2>(row + 2 * (unit * 256 + column_of<OF>(s, t)));
   store_step(image, (i64)(token / TOKENS) * UNITS + unit, s, token % TOKENS, v);
 }
 
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__((WIDTH + 31) / 32 * 32) packed_norm
   SHARED_MEMORY(memory);
   const int tid = threadIdx.x, token = blockIdx.x;
   const u32 row = shared_address(memory);
-  launch_next();
+  launch_dependents();
   float v[16] = {}, factors[16] = {};
   if (tid < WIDTH) {  // from cold memory, so before the wait
 #pragma unroll
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__((WIDTH + 31) / 32 * 32) packed_norm
       const u32 low = float_to_half(v[2 * k] * scale * factors[2 * k]);
       pairs[k] = low | (u32)float_to_half(v[2 * k + 1] * scale * factors[2 * k + 1]) << 16;
     }
-    sts16(row + 32 * tid, pairs[0], pairs[1], pairs[2], pairs[3]);
-    sts16(row + 32 * tid + 16, pairs[4], pairs[5], pairs[6], pairs[7]);
+    store_shared(row + 32 * tid, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+    store_shared(row + 32 * tid + 16, make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]));
   }
   __syncthreads();
   if (tid >= WIDTH) return;

@@ -62,10 +62,10 @@ DEV void copy_unit(const StepRows& rows, int tile, int b, u32 slot, int lane) {
     copy16(slot + 3072 + 16 * r, block.header());
   else
     copy4(slot + STEP_D + 4 * r, (const u8*)(d & ~3ull));
-  if (lane == 0) sts4(slot + STEP_D_BITS, is_second);
+  if (lane == 0) store_shared<u32>(slot + STEP_D_BITS, is_second);
 }
 // Bits of d of a row of Q6_K in a slot.
 DEV u32 step_d(u32 slot, int row) {
-  const u32 is_second = lds4(slot + STEP_D_BITS) >> (2 * row) & 1;
-  return lds4(slot + STEP_D + 4 * row) >> (16 * is_second) & 0xffff;
+  const u32 is_second = load_shared<u32>(slot + STEP_D_BITS) >> (2 * row) & 1;
+  return load_shared<u32>(slot + STEP_D + 4 * row) >> (16 * is_second) & 0xffff;
 }

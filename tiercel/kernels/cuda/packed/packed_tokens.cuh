@@ -23,9 +23,9 @@ DEV float mean32(const uint4& a, const uint4& b, const uint4& c, const uint4& d)
 }
 struct Tokens {
   u32 x[NT], rests[NT];
-  DEV uint4 piece(int nt, int p) const { return lds16(x[nt] + p * TOKENS * 64); }
-  DEV uint2 means(int nt) const { return lds8(rests[nt]); }
-  DEV uint4 more_means(int nt) const { return lds16(rests[nt]); }
+  DEV uint4 piece(int nt, int p) const { return load_shared<uint4>(x[nt] + p * TOKENS * 64); }
+  DEV uint2 means(int nt) const { return load_shared<uint2>(rests[nt]); }
+  DEV uint4 more_means(int nt) const { return load_shared<uint4>(rests[nt]); }
   DEV Tokens(u32 unit, int m, int lane) {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -40,5 +40,6 @@ struct Tokens {
 DEV void stage_mean(u32 unit, float mean, int n, int t, int i, int count) {
   const u16 near = float_to_half(mean);
   const u32 at = unit + 512 * TOKENS + n * MEANS + MEANS / 4 * t + 2 * i;
-  sts2(at, near), sts2(at + 2 * count, float_to_half(mean - half_to_float(near)));
+  store_shared<u16>(at, near),
+      store_shared<u16>(at + 2 * count, float_to_half(mean - half_to_float(near)));
 }

@@ -50,7 +50,7 @@ DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
   for (int q = 0; q < 4; ++q) {
     const int t = j >> 1, p = 4 * (j & 1) + q;
     const uint4 r = reorder(v[q]);
-    sts16(unit + (p * TOKENS + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
+    store_shared(unit + (p * TOKENS + n) * 64 + 16 * t, make_uint4(r.x, r.y, r.z, r.w));
   }
   const float mean = mean32(v[0], v[1], v[2], v[3]);
   stage_mean(unit, mean, n, j >> 1, j & 1, 2);
@@ -110,8 +110,8 @@ DEV Scales unpack(const uint4& header, int t) {
   const u32 mn = ((header.z >> shift) & low) | ((header.w >> 4) & high);
   const u32 k = 2 * (t & 1);
   Scales s;
-  s.low = add2(byte_pair(sc, k), 0xe400e400u);                         // - 1024
-  s.high = fma2(byte_pair(sc, k + 1), 0x2c002c00u, 0xd400d400u);       // / 16 - 64
+  s.low = add_fp16x2(byte_pair(sc, k), 0xe400e400u);                         // - 1024
+  s.high = fma_fp16x2(byte_pair(sc, k + 1), 0x2c002c00u, 0xd400d400u);       // / 16 - 64
   s.mins = __byte_perm(mn, 0, 0x4040u | k | (k + 1) << 8);
   s.d = half_to_float(header.x & 0xffff), s.dmin = half_to_float(header.x >> 16);
   return s;
@@ -120,8 +120,8 @@ template <class Activations, class Loaded>
 DEV void multiply(float (&sum)[NT][4], u32 slot, const Activations& tokens, int lane,
                   Loaded loaded) {
   const int g = lane >> 2, t = lane & 3;
-  const Scales s0 = unpack(lds16(slot + 2048 + 16 * g), t);
-  const Scales s1 = unpack(lds16(slot + 2048 + 16 * (g + 8)), t);
+  const Scales s0 = unpack(load_shared<uint4>(slot + 2048 + 16 * g), t);
+  const Scales s1 = unpack(load_shared<uint4>(slot + 2048 + 16 * (g + 8)), t);
   float part[NT][4] = {}, least[NT][4] = {};
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
@@ -131,7 +131,7 @@ DEV void multiply(float (&sum)[NT][4], u32 slot, const Activations& tokens, int 
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const u32 mine = slot + 512 * j + 16 * lane;
-    const uint4 w0 = lds16(mine), w1 = lds16(mine + 1024);
+    const uint4 w0 = load_shared<uint4>(mine), w1 = load_shared<uint4>(mine + 1024);
     if (j == 1) loaded();
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
@@ -144,10 +144,10 @@ DEV void multiply(float (&sum)[NT][4], u32 slot, const Activations& tokens, int 
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const u32 r0 = word(w0, k + i), r1 = word(w1, k + i), q0 = r0 >> 8, q1 = r1 >> 8;
-        const u32 a0 = mul2(r0 & 0x000f000fu, s0.low), a1 = mul2(r1 & 0x000f000fu, s1.low);
-        const u32 a2 = mul2(q0 & 0x000f000fu, s0.low), a3 = mul2(q1 & 0x000f000fu, s1.low);
-        const u32 c0 = mul2(r0 & 0x00f000f0u, s0.high), c1 = mul2(r1 & 0x00f000f0u, s1.high);
-        const u32 c2 = mul2(q0 & 0x00f000f0u, s0.high), c3 = mul2(q1 & 0x00f000f0u, s1.high);
+        const u32 a0 = mul_fp16x2(r0 & 0x000f000fu, s0.low), a1 = mul_fp16x2(r1 & 0x000f000fu, s1.low);
+        const u32 a2 = mul_fp16x2(q0 & 0x000f000fu, s0.low), a3 = mul_fp16x2(q1 & 0x000f000fu, s1.low);
+        const u32 c0 = mul_fp16x2(r0 & 0x00f000f0u, s0.high), c1 = mul_fp16x2(r1 & 0x00f000f0u, s1.high);
+        const u32 c2 = mul_fp16x2(q0 & 0x00f000f0u, s0.high), c3 = mul_fp16x2(q1 & 0x00f000f0u, s1.high);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           mma(part[nt], a0, a1, a2, a3, word(low[nt], 2 * i), word(low[nt], 2 * i + 1));
@@ -175,7 +175,7 @@ DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
   for (int q = 0; q < 4; ++q) {
     const int t = 2 * (j >> 2) + (q >> 1), p = 2 * (j & 3) + (q & 1);
     const uint4 r = reorder(v[q]);
-    sts16(unit + (p * TOKENS + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
+    store_shared(unit + (p * TOKENS + n) * 64 + 16 * t, make_uint4(r.x, r.y, r.z, r.w));
   }
 }
 
@@ -187,7 +187,7 @@ DEV void copy16_by_2(u32 to, const u8* from) {  // Q6_K blocks are 2-byte aligne
   u32 v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = __ldg(p + 2 * i) | (u32)__ldg(p + 2 * i + 1) << 16;
-  sts16(to, v[0], v[1], v[2], v[3]);
+  store_shared(to, make_uint4(v[0], v[1], v[2], v[3]));
 }
 struct Source {  // the next unit of a warp
   Planes w;
@@ -210,7 +210,7 @@ struct Source {  // the next unit of a warp
       copy16_by_2(slot + 2048 + 512 * r8 + 16 * lane, block + 128 + 16 * t);
       if (t == 0) {
         copy16_by_2(slot + 3072 + 16 * (8 * r8 + g), block + 192);
-        sts2(slot + 3328 + 2 * (8 * r8 + g), __ldg((const u16*)(block + 208)));
+        store_shared<u16>(slot + 3328 + 2 * (8 * r8 + g), __ldg((const u16*)(block + 208)));
       }
     }
   }
@@ -242,19 +242,19 @@ struct Scales {  // of a row and the lane's four groups: scale (/ 16 for high ni
   float d;
 };
 DEV Scales unpack(u32 slot, int row, int t) {
-  const uint2 half = lds8(slot + 3072 + 16 * row + 8 * (t >> 1));
+  const uint2 half = load_shared<uint2>(slot + 3072 + 16 * row + 8 * (t >> 1));
   const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420) ^ 0x80808080u;
   Scales s;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const u32 v = byte_pair(bytes, i);  // 1152 + scale
-    s.scale[i] = i < 2 ? add2(v, 0xe480e480u) : fma2(v, 0x2c002c00u, 0xd480d480u);
-    s.offset[i] = mul2(s.scale[i], i < 2 ? 0x80208020u : 0x82008200u);
+    s.scale[i] = i < 2 ? add_fp16x2(v, 0xe480e480u) : fma_fp16x2(v, 0x2c002c00u, 0xd480d480u);
+    s.offset[i] = mul_fp16x2(s.scale[i], i < 2 ? 0x80208020u : 0x82008200u);
   }
 #if IN_STEP
   s.d = half_to_float(step_d(slot, row));
 #else
-  s.d = half_to_float(lds2(slot + 3328 + 2 * row));
+  s.d = half_to_float(load_shared<u16>(slot + 3328 + 2 * row));
 #endif
   return s;
 }
@@ -265,7 +265,7 @@ DEV u32 operand(u32 ql, u32 qh, int i, int odd, const Scales& s) {
   const u32 high = shift > 0 ? qh << shift : qh >> -shift;
   const u32 q = i < 2 ? (low & 0x000f000fu) | (high & 0x00300030u)
                       : (low & 0x00f000f0u) | (high & 0x03000300u);
-  return fma2(q, s.scale[i], s.offset[i]);
+  return fma_fp16x2(q, s.scale[i], s.offset[i]);
 }
 template <class Activations, class Loaded>
 DEV void multiply(float (&sum)[NT][4], u32 slot, const Activations& tokens, int lane,
@@ -274,8 +274,10 @@ DEV void multiply(float (&sum)[NT][4], u32 slot, const Activations& tokens, int 
   const Scales s0 = unpack(slot, g, t), s1 = unpack(slot, g + 8, t);
   float part[NT][4] = {};
   const u32 mine = slot + 16 * lane;
-  const uint4 a0 = lds16(mine), b0 = lds16(mine + 512), h0 = lds16(mine + 2048);
-  const uint4 a1 = lds16(mine + 1024), b1 = lds16(mine + 1536), h1 = lds16(mine + 2560);
+  const uint4 a0 = load_shared<uint4>(mine), b0 = load_shared<uint4>(mine + 512),
+              h0 = load_shared<uint4>(mine + 2048);
+  const uint4 a1 = load_shared<uint4>(mine + 1024), b1 = load_shared<uint4>(mine + 1536),
+              h1 = load_shared<uint4>(mine + 2560);
   loaded();
 #pragma unroll
   for (int k = 0; k < 4; k += 2) {

@@ -23,7 +23,7 @@ DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
   for (int q = 0; q < 4; ++q) {
     const int t = 2 * (j >> 2) + (q >> 1), p = 2 * (j & 3) + (q & 1);
     const uint4 r = reorder(v[q]);
-    sts16(unit + (p * TOKENS + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
+    store_shared(unit + (p * TOKENS + n) * 64 + 16 * t, make_uint4(r.x, r.y, r.z, r.w));
   }
 #if MEANS
 #pragma unroll
@@ -42,15 +42,16 @@ DEV Scales unpack(u32 slot, int row, int t) {
   Scales s;
   const u32 mine = t & 1 ? 0x7531 : 0x6420;
 #if QTYPE == 2
-  const uint2 half = lds8(slot + plane_at(1) + 16 * row + 8 * (t >> 1));
-  const u32 bytes = __byte_perm(half.x, half.y, mine), d = lds4(slot + LAST + 4 * row);
+  const uint2 half = load_shared<uint2>(slot + plane_at(1) + 16 * row + 8 * (t >> 1));
+  const u32 bytes = __byte_perm(half.x, half.y, mine), d = load_shared<u32>(slot + LAST + 4 * row);
   const u32 sc = bytes & 0x0f0f0f0fu;
   s.mins = bytes & 0xf0f0f0f0u, s.dmin = half_to_float(d >> 16);  // 16 times them
 #else
-  const u32 at = slot + plane_at(2) + 12 * row, d = lds2(slot + LAST + 2 * row);
+  const u32 at = slot + plane_at(2) + 12 * row, d = load_shared<u16>(slot + LAST + 2 * row);
   const int shift = 4 * (t >> 1);
-  const u32 low = __byte_perm(lds4(at), lds4(at + 4), mine) >> shift & 0x0f0f0f0fu;
-  const u32 high = __byte_perm(lds4(at + 8), 0, t & 1 ? 0x3131 : 0x2020) >> shift;
+  const u32 low =
+      __byte_perm(load_shared<u32>(at), load_shared<u32>(at + 4), mine) >> shift & 0x0f0f0f0fu;
+  const u32 high = __byte_perm(load_shared<u32>(at + 8), 0, t & 1 ? 0x3131 : 0x2020) >> shift;
   const u32 sc = low | (high & 0x0303u) << 4 | (high >> 2 & 0x03030000u) << 4;
 #endif
   s.d = half_to_float(d & 0xffff) * (1.f / OPERAND_SCALE);
@@ -59,8 +60,8 @@ DEV Scales unpack(u32 slot, int row, int t) {
     // (1024 + v - 1024) * 16 / 4^i, (1024 + v - 1056) * 8 / 4^i
     const u32 over = 0x08000800u * i, zero = QTYPE == 2 ? 0xf400f400u : 0xf020f020u;
     const u32 factor = QTYPE == 2 ? 0x4c004c00u : 0x48004800u;
-    s.scale[i] = fma2(byte_pair(sc, i), factor - over, zero - over);
-    if (QTYPE == 3) s.offset[i] = mul2(s.scale[i], 0x80008000u | 0x00040004u << (2 * i));
+    s.scale[i] = fma_fp16x2(byte_pair(sc, i), factor - over, zero - over);
+    if (QTYPE == 3) s.offset[i] = mul_fp16x2(s.scale[i], 0x80008000u | 0x00040004u << (2 * i));
   }
   return s;
 }
@@ -68,18 +69,18 @@ DEV Scales unpack(u32 slot, int row, int t) {
 DEV u32 operand(u32 qs, u32 mask, int i, int odd, const Scales& s) {
   const u32 low = (odd ? qs >> 8 : qs) & 0x00030003u << (2 * i);
 #if QTYPE == 2
-  return mul2(low, s.scale[i]);
+  return mul_fp16x2(low, s.scale[i]);
 #else
   const int shift = i + 2 - 8 * odd;  // the third bit to its place above the others
   const u32 high = shift > 0 ? mask << shift : mask >> -shift;
-  return fma2(low | (high & 0x00040004u << (2 * i)), s.scale[i], s.offset[i]);
+  return fma_fp16x2(low | (high & 0x00040004u << (2 * i)), s.scale[i], s.offset[i]);
 #endif
 }
 DEV uint4 load_mask(u32 slot, int row, int t) {
 #if QTYPE == 2
   return make_uint4(0, 0, 0, 0);
 #else
-  const uint4 v = lds16(slot + plane_at(1) + 32 * row + 16 * (t & 1));
+  const uint4 v = load_shared<uint4>(slot + plane_at(1) + 32 * row + 16 * (t & 1));
   const int shift = 4 * (t >> 1);
   return make_uint4(v.x >> shift, v.y >> shift, v.z >> shift, v.w >> shift);
 #endif
@@ -89,7 +90,7 @@ template <class Loaded>
 DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane, Loaded loaded) {
   const int g = lane >> 2, t = lane & 3;
   const Scales s0 = unpack(slot, g, t), s1 = unpack(slot, g + 8, t);
-  const uint4 q0 = lds16(slot + 16 * lane), q1 = lds16(slot + 512 + 16 * lane);
+  const uint4 q0 = load_shared<uint4>(slot + 16 * lane), q1 = load_shared<uint4>(slot + 512 + 16 * lane);
   const uint4 m0 = load_mask(slot, g, t), m1 = load_mask(slot, g + 8, t);
   loaded();
   float part[NT][4] = {};

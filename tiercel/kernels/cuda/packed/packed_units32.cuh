@@ -36,8 +36,8 @@ DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
   const u32 at = unit + (j * TOKENS + n) * 64;
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
-    sts16(at + 32 * q, r[q].x, r[q].y, r[q + 2].x, r[q + 2].y);
-    sts16(at + 32 * q + 16, r[q].z, r[q].w, r[q + 2].z, r[q + 2].w);
+    store_shared(at + 32 * q, make_uint4(r[q].x, r[q].y, r[q + 2].x, r[q + 2].y));
+    store_shared(at + 32 * q + 16, make_uint4(r[q].z, r[q].w, r[q + 2].z, r[q + 2].w));
   }
 #if MEANS
   stage_mean(unit, mean32(v[0], v[1], v[2], v[3]), n, j >> 1, j & 1, 2);
@@ -57,29 +57,29 @@ DEV Row load_row(u32 slot, int half, int quad, int lane) {
   const int row = 8 * half + (lane >> 2);
 #if QTYPE == 80
   const u32 at = slot + 2048 * quad + 1024 * half + 16 * lane;
-  r.q = lds16(at), r.more = lds16(at + 512);
+  r.q = load_shared<uint4>(at), r.more = load_shared<uint4>(at + 512);
 #else
   constexpr int HALF_STEP = GROUP == 4 ? 512 : 1024;
   constexpr int QUAD_STEP = GROUP == 4 ? 1024 : 512;
-  r.q = lds16(slot + QUAD_STEP * quad + HALF_STEP * half + 16 * lane);
+  r.q = load_shared<uint4>(slot + QUAD_STEP * quad + HALF_STEP * half + 16 * lane);
 #endif
 #if QTYPE == 5
   const u32 high = slot + plane_at(1) + 32 * row + 4 * (lane & 3);
-  r.high.x = lds4(high), r.high.y = lds4(high + 16);
-  const uint4 header = lds16(slot + LAST + 16 * row);
+  r.high.x = load_shared<u32>(high), r.high.y = load_shared<u32>(high + 16);
+  const uint4 header = load_shared<uint4>(slot + LAST + 16 * row);
   const u32 sc = six_bits(header.y, header.w, quad);
   const float d = BYTE_SCALE * half_to_float(header.x & 0xffff);
 #elif QTYPE == 45
-  const uint2 header = lds8(slot + LAST + 8 * row);
+  const uint2 header = load_shared<uint2>(slot + LAST + 8 * row);
   const u32 low = header.y >> (16 * quad), high = header.x >> (16 + 8 * quad);
   const float d = half_to_float(header.x & 0xffff);
 #elif HAS_MIN
-  const uint4 header = lds16(slot + LAST + 256 * quad + 16 * row);
+  const uint4 header = load_shared<uint4>(slot + LAST + 256 * quad + 16 * row);
 #else
-  const uint2 header = lds8(slot + LAST + 128 * quad + 8 * row);
+  const uint2 header = load_shared<uint2>(slot + LAST + 128 * quad + 8 * row);
 #endif
 #if QTYPE == 50 || QTYPE == 51
-  r.high = lds16(slot + plane_at(1) + 256 * quad + 16 * row);
+  r.high = load_shared<uint4>(slot + plane_at(1) + 256 * quad + 16 * row);
 #endif
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
@@ -126,7 +126,7 @@ DEV void take_operands(u32 (&a)[4], const Row& r, int quad, int b, int t) {
   a[2] = high & 0x00ff00ffu, a[3] = __byte_perm(high, 0, 0x4341);
 #endif
 #pragma unroll
-  for (int i = 0; i < 4 && ZERO_POINT; ++i) a[i] = add2(a[i], ZERO_POINT);
+  for (int i = 0; i < 4 && ZERO_POINT; ++i) a[i] = add_fp16x2(a[i], ZERO_POINT);
 }
 // sum[nt] += weights x tokens, in units of 2^-24; loaded as in packed_units.cuh.
 template <class Loaded>
@@ -136,14 +136,15 @@ DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane,
   const int g = lane >> 2;
   float least[NT][4] = {};
 #if QTYPE == 5
-  const uint4 h0 = lds16(slot + LAST + 16 * g), h1 = lds16(slot + LAST + 16 * (g + 8));
+  const uint4 h0 = load_shared<uint4>(slot + LAST + 16 * g),
+              h1 = load_shared<uint4>(slot + LAST + 16 * (g + 8));
   const u32 pair = t & 1 ? 0x4342 : 0x4140;
   const u32 m0 = __byte_perm(six_bits(h0.z, h0.w >> 4, t >= 2), 0, pair);
   const u32 m1 = __byte_perm(six_bits(h1.z, h1.w >> 4, t >= 2), 0, pair);
   const float d0 = -32.f * half_to_float(h0.x >> 16), d1 = -32.f * half_to_float(h1.x >> 16);
 #else
   const u32 at = slot + LAST + 256 * (t >> 1) + 16 * g + 8 * (t & 1);
-  const uint2 h0 = lds8(at), h1 = lds8(at + 128);
+  const uint2 h0 = load_shared<uint2>(at), h1 = load_shared<uint2>(at + 128);
   const u32 m0 = __byte_perm(h0.x, h0.y, 0x7632), m1 = __byte_perm(h1.x, h1.y, 0x7632);
   const float d0 = 32.f / 16777216, d1 = d0;
 #endif

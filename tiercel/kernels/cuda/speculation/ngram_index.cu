@@ -342,7 +342,7 @@ __device__ __forceinline__ void extend(const Args& a, const Index& x, Shared& s)
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ngram_index(const Args a,
                                                                        const Index x) {
   __shared__ Shared s;
-  wait_for_predecessor();
+  wait_for_inputs();
   if (x.parts == 0) step(a, x, s);
   else extend(a, x, s);
 }

@@ -2,6 +2,7 @@
 // tests/cuda_on_cpu/ngram_device.hpp replaces this file.
 #pragma once
 
+#include "include/launch_ptx.cuh"
 #include "include/types.cuh"
 
 __device__ __forceinline__ u64 read_key(const u64* key) { // past L1: other CTAs lower it
@@ -33,10 +34,4 @@ __device__ __forceinline__ int2 load_pair(const int* from) {
 
 __device__ __forceinline__ void prefetch(const void* place) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
-}
-
-__device__ __forceinline__ void wait_for_predecessor() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory"); // the kernel before this one has ended
-#endif
 }
