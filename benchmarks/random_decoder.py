@@ -48,6 +48,7 @@ class RandomDecoder:
     """Draws the weights of a dense config on a device."""
 
     dense_copies = True
+    step_copy = True
 
     def __init__(self, config: ModelConfig, device: torch.device, sharding: Sharding) -> None:
         self.device = device

@@ -17,7 +17,7 @@ from tiercel.spec.counts import DraftCounts
 def make_engine(has_prefix_cache):
     return SimpleNamespace(
         config=SimpleNamespace(prefix_cache=has_prefix_cache),
-        scheduler=SimpleNamespace(cache=SimpleNamespace(usage=0.25)),
+        scheduler=SimpleNamespace(cache_usage=0.25),
         draft_counts=DraftCounts(num_drafts=3, num_draft_tokens=11, accepted_per_pos=[4, 1]),
     )
 

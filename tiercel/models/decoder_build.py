@@ -186,8 +186,8 @@ class DecoderBuilder:
         switch = switched_off().get("fused_decode_step")
         if switch is not None:
             return switch
-        has_room = resting is not None or self.weights.step_copy
-        if self.weights.device.type == "cuda" and not has_room:
+        is_copied = self.weights.device.type == "cuda" and resting is None
+        if is_copied and not self.weights.step_copy:
             return Refusal("there is no memory for a second copy of the weights")
         sliding = tuple(layer.attention.shape.window > 0 for layer in layers)
         shape = replace(
