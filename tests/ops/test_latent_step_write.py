@@ -287,8 +287,15 @@ def make_queries(world, num_tokens, device):
     )
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(("start", "stop"), [(126, 131), (3, 40)], ids=["free rows", "chunk"])
+@pytest.mark.parametrize(
+    ("start", "stop", "count"),
+    [
+        pytest.param(126, 131, 1, id="free rows-1"),
+        pytest.param(126, 131, 2, id="free rows-2", marks=pytest.mark.slow),
+        pytest.param(3, 40, 1, id="chunk-1", marks=pytest.mark.slow),
+        pytest.param(3, 40, 2, id="chunk-2"),
+    ],
+)
 def test_queries_turn_in_the_same_launch(start, stop, count, device):
     """The rows beside them are those of a step without queries; of a chunk they go first."""
     torch.manual_seed(5)
