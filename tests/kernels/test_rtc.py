@@ -254,20 +254,6 @@ def test_mhc_mix_finish_keeps_streams_in_registers(hidden, splits, tmp_path):
 
 PACKED_SOURCES = {source: config for name in UNIT_TYPES for source, config in packed_sources(name)}
 # On Hopper, and elsewhere the widest of each type and layout and what decodes.
-Q4K_CASES = [
-    pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
-    for source, config in PACKED_SOURCES.items()
-] + [
-    pytest.param(
-        source,
-        arch,
-        marks=[pytest.mark.slow] * (arch in RARE_ARCHS or is_rare_elsewhere(source, arch)),
-    )
-    for source, config in PACKED_SOURCES.items()
-    for arch in (*ARCHS[1:], *RARE_ARCHS)
-    if config is None
-    or (("TOKENS", 16) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
-]
 Q4K_CASES = (
     [
         pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
@@ -277,7 +263,7 @@ Q4K_CASES = (
         pytest.param(
             source,
             arch,
-            marks=[pytest.mark.slow] * (arch in RARE_ARCHS or has_fields(source)),
+            marks=[pytest.mark.slow] * (arch in RARE_ARCHS or is_rare_elsewhere(source, arch)),
         )
         for source, config in PACKED_SOURCES.items()
         if ("IN_STEP", 0) in source.macros  # only Hopper has the fused decode step
