@@ -155,8 +155,9 @@ def _find_room_for_copies(
     name = dtype_name(config.dtype)
     left = peers.least("memory for weights", budget.left())
     has_dense = measure(dtype=name, dense_copies=True).nbytes <= COPIES_SHARE * left
-    with_step = measure(dtype=name).nbytes + step_copy_bytes(source)
-    return has_dense, has_dense or with_step <= STEP_COPY_SHARE * left
+    return has_dense, (
+        has_dense or measure(dtype=name).nbytes + step_copy_bytes(source) <= STEP_COPY_SHARE * left
+    )
 
 
 def _sizes_that_fit(source: ModelSource, config: EngineConfig, available: int) -> list[int]:
