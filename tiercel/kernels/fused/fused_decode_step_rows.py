@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.fused.fused_decode_step_geometry import GROUPS, StepGeometry
-from tiercel.kernels.fused.fused_decode_step_stream import step_units
-from tiercel.kernels.fused.fused_refusal import CTAS
+from tiercel.kernels.fused.fused_decode_step_stream import alike_ctas, step_units
 
 ENTRY = 4
 _PIECE = 16
@@ -43,15 +42,9 @@ class RowTable:
         """
         plan = geometry.plan(name)
         slice_of = {plan.first_block(i): i for i in range(plan.slices)}
-        ctas_of: dict[int, list[int]] = {}
-        for cta in range(CTAS):
-            ctas_of.setdefault(len(geometry.parts(name, cta)), []).append(cta)
         pieces: list[Tensor] = []  # row, slice, group of warps, `at`, parts of the entry
-        for num_parts, ctas in ctas_of.items():
-            first_rows = torch.tensor(
-                [[part[0] for part in geometry.parts(name, cta)] for cta in ctas],
-                dtype=torch.int64,
-            ).view(len(ctas), num_parts)
+        for ctas, first_rows in alike_ctas(geometry, name):
+            num_parts = first_rows.shape[1]
             for group in range(GROUPS):
                 units = step_units(geometry, name, num_parts, group, qtype)
                 own = [
@@ -71,7 +64,7 @@ class RowTable:
                     continue
                 part, row, *rest = torch.tensor(own).t()
                 rows = first_rows[:, part] + row
-                owners = (torch.tensor(ctas) * GROUPS + group)[:, None].expand(rows.shape)
+                owners = (ctas * GROUPS + group)[:, None].expand(rows.shape)
                 columns = (rows, owners, *(column.expand(rows.shape) for column in rest))
                 pieces.append(torch.stack([column.flatten() for column in columns]))
         rows, self._groups, slices, self._at, *rest = torch.cat(pieces, dim=1)

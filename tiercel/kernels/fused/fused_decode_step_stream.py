@@ -211,6 +211,23 @@ def step_units(
     return _sequence(geometry, name, num_parts, group, qtype)[0]
 
 
+def alike_ctas(geometry: StepGeometry, name: str) -> list[tuple[Tensor, Tensor]]:
+    """CTAs with the same number of parts, (CTAs,), and first rows, (CTAs, parts) int64."""
+    ctas_of: dict[int, list[int]] = {}
+    for cta in range(CTAS):
+        ctas_of.setdefault(len(geometry.parts(name, cta)), []).append(cta)
+    return [
+        (
+            torch.tensor(ctas),
+            torch.tensor(
+                [[part[0] for part in geometry.parts(name, cta)] for cta in ctas],
+                dtype=torch.int64,
+            ).view(len(ctas), num_parts),
+        )
+        for num_parts, ctas in ctas_of.items()
+    ]
+
+
 class StreamLayout:
     """Where each matrix begins among the weights of all layers.
 
@@ -290,20 +307,13 @@ class MatrixOrder:
     def _list_moves(self, geometry: StepGeometry, name: str) -> list[_Moves]:
         planes = _PLANES[self.qtype]
         moves: list[list[_Moves]] = [[] for _ in planes]
-        ctas_of: dict[int, list[int]] = {}
-        for cta in range(CTAS):
-            ctas_of.setdefault(len(geometry.parts(name, cta)), []).append(cta)
-        for num_parts, ctas in ctas_of.items():
-            first_rows = torch.tensor(
-                [[part[0] for part in geometry.parts(name, cta)] for cta in ctas],
-                dtype=torch.int64,
-            ).view(len(ctas), num_parts)
+        for ctas, first_rows in alike_ctas(geometry, name):
             for group in range(GROUPS):
-                units, _ = _sequence(geometry, name, num_parts, group, self.qtype)
+                units = step_units(geometry, name, first_rows.shape[1], group, self.qtype)
                 shapes: dict[tuple[int, int], list[_Unit]] = {}
                 for unit in units:
                     shapes.setdefault((unit.rows, unit.blocks), []).append(unit)
-                owners = torch.tensor(ctas) * GROUPS + group
+                owners = ctas * GROUPS + group
                 for same in shapes.values():
                     lanes = self._lanes(same, first_rows)
                     for plane, found in zip(planes, moves, strict=True):
