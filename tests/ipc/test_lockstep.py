@@ -52,7 +52,7 @@ def check_many(seeds):
 
 def test_ranks_plan_alike(monkeypatch):
     monkeypatch.setattr(lockstep, "WORD_STEPS", 4)
-    seen = check_many(range(250))
+    seen = check_many(range(300))
     kinds = ("preemptions", "hits", "drafts", "wrong drafts", "chunks", "late forms", "timed",
              "own requests", "preemptions beside others")  # fmt: skip
     for kind in (*kinds, "items", "abort", "stop", "length", "error"):

@@ -4,7 +4,6 @@ import os
 import random
 
 import pytest
-import torch
 
 from tests.dsv4_engine import random_ids, with_blocks, write_repeating
 from tests.parallel.shared_models import write_v4
@@ -21,12 +20,7 @@ NUM_NEW = 14
 LENGTHS = (120, 248, 9, 120, 248, 30)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class PoolPeers:

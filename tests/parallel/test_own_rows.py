@@ -17,12 +17,7 @@ EXPERTS = {"tensor_parallel": False, "expert_parallel": True}
 STEPS = ((40, 150), (1, 3), (2, 1))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def lengths_of(size):

@@ -4,7 +4,6 @@ import functools
 
 import numpy as np
 import pytest
-import torch
 
 from tests.dsv4_engine import TOLERANCE
 from tests.dsv4_files import TINY, write_gguf_mxfp4, write_nvfp4, write_transformers_memory
@@ -20,12 +19,7 @@ V4_LENGTH = 150  # past the first HCA entry, and past what the indexer may choos
 LENGTH = 40
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
