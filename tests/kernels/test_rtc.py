@@ -51,10 +51,8 @@ from tiercel.ops.packed_gemm import TYPES
 from tiercel.quant_types import QuantType
 
 ARCH = "sm_90a"
-# Sources tell sm_90 and newer from older ones, no more: of each side the end by default.
-ARCHS = [ARCH, "sm_80", "sm_120a"]
-RARE_ARCHS = ["sm_89", "sm_100a"]
-EVERY_ARCH = [*ARCHS, *(pytest.param(arch, marks=pytest.mark.slow) for arch in RARE_ARCHS)]
+# Sources tell sm_90 and newer from older ones, no more.
+ELSEWHERE = ["sm_80", "sm_89", "sm_100a", "sm_120a"]
 
 
 def mia_source(variant="plain", dtype=torch.bfloat16, group=4, block_size=64, *, is_part=False):
@@ -178,20 +176,24 @@ def has_fields(source):
 def is_rare(source, config):
     """Whether another one compiles much the same.
 
-    Of a type that is neither Q4_K nor Q6_K all but the planes' reader for 16 tokens and decoder, of
-    those two the file's layout for rows that are split.
+    By default each type's reader of planes for 16 tokens, the widest, and of Q4_K also that for one
+    token, that of the file's layout, and what decodes.
     """
-    is_file = ("IN_FILE", 1) in source.macros
-    if ("IN_STEP", 1) in source.macros:
-        return config is None or ("TOKENS", 16) not in source.macros
-    if has_fields(source):
-        return is_file or ("TOKENS", 1) in source.macros
-    return is_file and config is not None and config.is_split
+    macros = {*source.macros}
+    is_q4k, is_wide = ("QTYPE", 4) in macros, ("TOKENS", 16) in macros
+    if config is None:
+        return not is_q4k
+    if ("IN_FILE", 1) in macros:
+        return not (is_q4k and is_wide) or config.parts == 8
+    is_widest = is_wide and (config.is_split or has_fields(source))
+    return not (is_widest or (is_q4k and not is_wide and config.parts == 4))
 
 
 def is_rare_elsewhere(source, arch):
-    """By default Q4_K and Q6_K on sm_80, and Q4_K on what is newer than Hopper."""
-    return has_fields(source) or (arch != "sm_80" and ("QTYPE", 4) not in source.macros)
+    """By default Q4_K's planes, on what is older than Hopper and on what is newer."""
+    macros = dict(source.macros)
+    is_usual = macros["QTYPE"] == 4 and not macros["IN_FILE"] and "TOKENS" in macros
+    return not is_usual or arch in ("sm_89", "sm_100a")
 
 
 # DeepSeek-V4's attention and indexer: lists of all kinds, and all launches.
@@ -217,16 +219,15 @@ PRODUCTS = {"sparse_attention_decode": "HMMA", "sparse_attention_tiles": "HGMMA"
 PRODUCTS |= {"indexer_scores": "HGMMA"}
 
 
-# Tiles: by default each cluster and each kind once.
+# By default one of each kernel, of tiles without a cluster and with one, of selections also the
+# largest, which has groups.
+USUAL_LATENTS = [
+    *(LATENT_SOURCES[0], LATENT_SOURCES[-1], LATENT_SOURCES[-3], LATENT_SOURCES[-5]),
+    sparse_attention_tiles.tiles_source(CLUSTERS[0], LATENT_KINDS[0]),
+    sparse_attention_tiles.tiles_source(CLUSTERS[-1], LATENT_KINDS[-1]),
+]
 LATENT_CASES = [
-    pytest.param(
-        source,
-        marks=[pytest.mark.slow]
-        * (
-            source.name == "sparse_attention_tiles"
-            and source not in map(sparse_attention_tiles.tiles_source, CLUSTERS, LATENT_KINDS)
-        ),
-    )
+    pytest.param(source, marks=[pytest.mark.slow] * (source not in USUAL_LATENTS))
     for source in LATENT_SOURCES
 ]
 
@@ -246,7 +247,9 @@ def test_kernels_of_latents_hold_all_in_registers(source, tmp_path):
         assert text.count("WARPGROUP.DEPBAR") <= 2
 
 
-@pytest.mark.parametrize(("hidden", "splits"), [(4096, 32), (4096, 4), (7168, 56)])
+@pytest.mark.parametrize(
+    ("hidden", "splits"), [(4096, 32), (7168, 56), pytest.param(4096, 4, marks=pytest.mark.slow)]
+)
 def test_mhc_mix_finish_keeps_streams_in_registers(hidden, splits, tmp_path):
     check_no_spills(mhc_mix_finish.cuda_source(hidden, splits, 32), tmp_path)
     check_no_spills(mhc_mix_step.cuda_source(hidden, 32, is_float=True), tmp_path)
@@ -254,24 +257,21 @@ def test_mhc_mix_finish_keeps_streams_in_registers(hidden, splits, tmp_path):
 
 PACKED_SOURCES = {source: config for name in UNIT_TYPES for source, config in packed_sources(name)}
 # On Hopper, and elsewhere the widest of each type and layout and what decodes.
-Q4K_CASES = (
-    [
-        pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
-        for source, config in PACKED_SOURCES.items()
-    ]
-    + [
-        pytest.param(
-            source,
-            arch,
-            marks=[pytest.mark.slow] * (arch in RARE_ARCHS or is_rare_elsewhere(source, arch)),
-        )
-        for source, config in PACKED_SOURCES.items()
-        if ("IN_STEP", 0) in source.macros  # only Hopper has the fused decode step
-        for arch in (*ARCHS[1:], *RARE_ARCHS)
-        if config is None
-        or (("TOKENS", 16) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
-    ]
-)
+Q4K_CASES = [
+    pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
+    for source, config in PACKED_SOURCES.items()
+] + [
+    pytest.param(
+        source,
+        arch,
+        marks=[pytest.mark.slow] * is_rare_elsewhere(source, arch),
+    )
+    for source, config in PACKED_SOURCES.items()
+    if ("IN_STEP", 0) in source.macros  # only Hopper has the fused decode step
+    for arch in ELSEWHERE
+    if config is None
+    or (("TOKENS", 16) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
+]
 
 
 @pytest.mark.parametrize(("source", "arch"), Q4K_CASES, ids=str)
@@ -305,14 +305,22 @@ def gemm_cases():
 
 
 IMAGE_ORDERS = (4, 6, 32)  # of columns
-# Parts of a row compile as six do, numbers of tokens between the ends as those do.
+
+
+def is_rare_gemm(config, name):
+    """By default the largest CTA: of Q4_K and Q6_K for the most tokens, else for the fewest.
+
+    And parts of a row once. IQ4_NL and Q4_0 are read much as Q4_1.
+    """
+    if name not in ("Q4_K", "Q6_K"):
+        return name in ("IQ4_NL", "Q4_0")
+    is_largest = config.groups == most_groups(name, TOKEN_CLASSES[-1])
+    is_split = name == "Q4_K" and config.splits == 6
+    return config.tokens != TOKEN_CLASSES[-1] or not (is_largest or is_split)
+
+
 GEMM_CASES = [
-    pytest.param(
-        config,
-        name,
-        marks=[pytest.mark.slow]
-        * (config.splits == 2 or config.tokens not in (TOKEN_CLASSES[0], TOKEN_CLASSES[-1])),
-    )
+    pytest.param(config, name, marks=[pytest.mark.slow] * is_rare_gemm(config, name))
     for config, name in sorted(set(gemm_cases()), key=str)
 ]
 
@@ -331,8 +339,19 @@ def test_q4k_gemm_compiles_as_designed(config, name, tmp_path):
     assert "UBLKCP" in text
 
 
-@pytest.mark.parametrize("tokens", TOKEN_CLASSES)
-@pytest.mark.parametrize("order", IMAGE_ORDERS)
+# By default each order, the fewest tokens and the most.
+IMAGE_CASES = [
+    pytest.param(
+        order,
+        tokens,
+        marks=[pytest.mark.slow] * (tokens != TOKEN_CLASSES[-1 if order == IMAGE_ORDERS[0] else 0]),
+    )
+    for order in IMAGE_ORDERS
+    for tokens in TOKEN_CLASSES
+]
+
+
+@pytest.mark.parametrize(("order", "tokens"), IMAGE_CASES)
 def test_images_of_tokens_compile(order, tokens, tmp_path):
     assert compile_here(image_source(order, tokens), tmp_path)
     for has_update in (False, True):
@@ -340,9 +359,9 @@ def test_images_of_tokens_compile(order, tokens, tmp_path):
         assert "STACK:0" in ask(compile_here(norm, tmp_path), tmp_path, "cuobjdump", "-res-usage")
 
 
-# Another type, another group, and a part in the plain variant compile much as the others.
+# Another type, another group, and parts compile much as the first two.
 SOURCE_CASES = [
-    pytest.param(source, marks=[pytest.mark.slow] * (number in (2, 3, 4, 5)))
+    pytest.param(source, marks=[pytest.mark.slow] * (number > 1))
     for number, source in enumerate(SOURCES)
 ]
 
@@ -369,8 +388,9 @@ def test_multi_item_attention_compiles_as_designed(source, tmp_path):
 SPILLS = {"llama3-3b": 10, "qwen2.5-7b": 10, "qwen3-8b": 2}
 SPILLS |= {"qwen2.5-0.5b": 70}  # of four types
 SPILLS |= dict.fromkeys(("gemma3-270m", "gemma3-1b", "gemma3-4b", "gemma3-12b"), 10)
-# The narrowest and the widest, and of each family a size that may spill: others have more room.
-USUAL_SIZES = {STEP_SIZES[0], STEP_SIZES[-1], "qwen3-8b", "qwen2.5-7b", "llama3-3b", "gemma3-1b"}
+# The widest, and of each family a size that may spill: others have more room. Qwen3's is that of
+# another mixture too, and Llama's layers are Qwen3's without norms of heads.
+USUAL_SIZES = {STEP_SIZES[-1], "qwen3-8b", "qwen2.5-7b"}
 STEP_CASES = [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in USUAL_SIZES)) for name in STEP_SIZES
 ]
@@ -406,10 +426,21 @@ def check_step(source, spills, tmp_path):
         assert instruction in text
 
 
-@pytest.mark.parametrize("arch", EVERY_ARCH)
-@pytest.mark.parametrize(
-    ("ranks", "dtype"), [(2, torch.bfloat16), (8, torch.float32), (4, GATHER)], ids=str
-)
+# By default each kind on Hopper, one of them on what is older and one on what is newer.
+USUAL_ELSEWHERE = {(2, "sm_80"), (4, "sm_120a")}
+REDUCE_CASES = [
+    pytest.param(
+        ranks,
+        dtype,
+        arch,
+        marks=[pytest.mark.slow] * (arch != ARCH and (ranks, arch) not in USUAL_ELSEWHERE),
+    )
+    for ranks, dtype in ((2, torch.bfloat16), (8, torch.float32), (4, GATHER))
+    for arch in (ARCH, *ELSEWHERE)
+]
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "arch"), REDUCE_CASES, ids=str)
 def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
     """Words of 8 bytes go in pairs, and nothing is spilled."""
     cubin = compile_here(all_reduce_source(ranks, dtype), tmp_path, arch)
@@ -431,9 +462,24 @@ def test_a_sum_with_a_norm_spills_nothing(ranks, hidden, tmp_path):
     assert registers_of(compile_here(source, tmp_path), tmp_path) * 32 * warps <= 65536
 
 
-@pytest.mark.parametrize("tiles", [256, 272, 512])
-@pytest.mark.parametrize("kinds", [3, 7])
-@pytest.mark.parametrize("given", [linear_group.PLAIN, linear_group.NORMED, linear_group.ROTATED])
+# By default each input and both sets of types once, and tiles that fill no CTA.
+USUAL_GROUPS = {
+    (linear_group.PLAIN, 7, 256),
+    (linear_group.NORMED, 7, 256),
+    (linear_group.ROTATED, 7, 256),
+    (linear_group.PLAIN, 3, 272),
+}
+GROUP_CASES = [
+    pytest.param(
+        given, kinds, tiles, marks=[pytest.mark.slow] * ((given, kinds, tiles) not in USUAL_GROUPS)
+    )
+    for given in (linear_group.PLAIN, linear_group.NORMED, linear_group.ROTATED)
+    for kinds in (3, 7)
+    for tiles in (256, 272, 512)
+]
+
+
+@pytest.mark.parametrize(("given", "kinds", "tiles"), GROUP_CASES)
 def test_linear_group_keeps_its_units_in_registers(given, kinds, tiles, tmp_path):
     """Of all warps, in each CTA of a multiprocessor."""
     for columns, num_tokens in ((4096, 1), (8192, 8)):
@@ -485,13 +531,24 @@ def test_rotary_kv_write_fits_beside_the_decode_chain(head_dim, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "is_six", "shape", "ranks"),
     [
-        (8, False, ChainShape(4096, 4096, 12288, 0), 1),  # the last layer of Qwen3-8B
-        (16, True, ChainShape(4096, 4096, 12288, 5120, 1024), 1),
-        (16, False, ChainShape(5120, 5120, 17408, 7168), 1),  # Qwen3-14B
-        (16, True, ChainShape(4096, 2048, 6144, 2560, 512), 2),
-        (8, False, ChainShape(4096, 512, 1536, 768), 8),
+        # The last layer of Qwen3-8B.
+        pytest.param(8, False, ChainShape(4096, 4096, 12288, 0), 1, id="last"),
+        pytest.param(
+            *(16, True, ChainShape(4096, 4096, 12288, 5120, 1024), 1),
+            marks=pytest.mark.slow,
+            id="six",
+        ),
+        # Qwen3-14B.
+        pytest.param(
+            *(16, False, ChainShape(5120, 5120, 17408, 7168), 1), marks=pytest.mark.slow, id="wide"
+        ),
+        pytest.param(16, True, ChainShape(4096, 2048, 6144, 2560, 512), 2, id="two_gpus"),
+        pytest.param(
+            *(8, False, ChainShape(4096, 512, 1536, 768), 8),
+            marks=pytest.mark.slow,
+            id="eight_gpus",
+        ),
     ],
-    ids=["last", "six", "wide", "two_gpus", "eight_gpus"],
 )
 def test_decode_chain_compiles_as_designed(tokens, is_six, shape, ranks, tmp_path):
     """640 threads an SM, and few spills; products and copies are those of the reader."""
