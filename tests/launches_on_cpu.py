@@ -83,12 +83,12 @@ SYSTEM_INCLUDE = re.compile(r"^#include <.+>\n", re.MULTILINE)
 
 @cache
 def precompile_headers(compiler: str, flags: tuple[str, ...]) -> Path:
-    """The system's headers of all files of cuda_on_cpu/, compiled: 0.45 s less for each source."""
+    """The system's headers of all files of cuda_on_cpu/, and containers.hpp, compiled."""
     folder = Path(tempfile.mkdtemp(prefix="cuda_on_cpu"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     lines = {line for part in HERE.iterdir() for line in SYSTEM_INCLUDE.findall(part.read_text())}
     header = folder / "system.hpp"
-    header.write_text("".join(sorted(lines)))
+    header.write_text("".join(sorted(lines)) + (HERE / "containers.hpp").read_text())
     command = [compiler, *OPTIONS, *flags, "-x", "c++-header", "-o", f"{header}.gch", header]
     subprocess.run(command, check=True)
     return header

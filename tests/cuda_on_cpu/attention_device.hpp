@@ -28,8 +28,8 @@ DEV void store_transposed(u32 address, u32 x0, u32 x1) {
 }
 DEV void prefetch_line(const void*) {}
 
-struct Late { u8* at; std::vector<u8> data; };
-static std::vector<Late> late;
+struct Late { u8* at; List<u8> data; };
+static List<Late> late;
 static Place late_for;  // the CTA that has not waited yet
 DEV void launch_dependents() {}
 DEV void wait_for_inputs() {

@@ -5,7 +5,7 @@
 #define blockIdx (Index{current->cta % CTAS})
 #define __cluster_dims__(...)
 
-static std::vector<NamedBarrier> clusters;
+static List<NamedBarrier> clusters;
 struct InCta {  // for a while this thread is in that CTA of its cluster
   int own = current->cta;
   explicit InCta(u32 a) { current->cta = (own & ~1) + (int)(a >> 24) - 1; }
@@ -18,7 +18,7 @@ DEV u32 remote_address(u32 a, u32 rank) { return a | (rank + 1) << 24; }
 DEV void send_there(u32 a, const float (&v)[4], u32 bar) {
   const InCta there(a);
   shared(a & PLACE, 16);
-  send(a & PLACE, bar & PLACE, std::vector<u8>((const u8*)v, (const u8*)v + 16));
+  send(a & PLACE, bar & PLACE, List<u8>((const u8*)v, (const u8*)v + 16));
 }
 DEV void bar_arrive_there(u32 a) {
   const InCta there(a);
@@ -38,8 +38,8 @@ DEV uint2 load_relaxed2(const u32* p) {
 }
 DEV void copy_fence() {}
 // What the kernel ahead on a GPU writes is NaN until all threads there wait for it.
-struct Late { u8* at; std::vector<u8> data; };
-struct Ahead { std::vector<Late> late; u32 num_waiting = 0, has_ended = 0; };
+struct Late { u8* at; List<u8> data; };
+struct Ahead { List<Late> late; u32 num_waiting = 0, has_ended = 0; };
 static Ahead ahead[RANKS];
 DEV void wait_for_inputs() {
   Ahead& own = ahead[current->cta / CTAS];

@@ -11,13 +11,7 @@
 #include <cmath>
 #include <csetjmp>
 #include <csignal>
-#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <random>
-#include <vector>
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -65,16 +59,26 @@ struct Warp {
 };
 struct NamedBarrier { int arrived = 0; u32 turn = 0; };
 struct MBarrier { int count = 0, pending = 0; long bytes = 0; u32 phase = 0; bool was_seen = true; };
-struct Copy { u32 to, bar; std::vector<u8> data; };
+struct Copy { u32 to, bar; List<u8> data; };
+struct MBarriers {  // who waits for one holds its address: they do not move
+  u32 places[256];
+  MBarrier barriers[256];
+  int count = 0;
+  MBarrier* find(u32 at) {
+    for (int i = 0; i < count; ++i)
+      if (places[i] == at) return &barriers[i];
+    return nullptr;
+  }
+};
 struct Cta {
   u8* smem;
   NamedBarrier named[16];
-  std::map<u32, MBarrier> mbarriers;
-  std::vector<Copy> copies;
+  MBarriers mbarriers;
+  List<Copy> copies;
 };
 static Thread* current;
 static void* scheduler;
-static std::vector<Cta> ctas;
+static List<Cta> ctas;
 static u64 events;      // whatever may let a waiting thread go on
 static u32 clock_turns;
 
@@ -97,7 +101,7 @@ DEV void wait_while(const u32& word, u32 value) {
   current->word = nullptr;
 }
 // Lets a warp run, through some collectives of it; its first lane first, or its last.
-static void resume(Warp& warp, std::mt19937& random) {
+static void resume(Warp& warp, Random& random) {
   const int turn = random() % 2 * (WARP - 1);
   for (int left = 1 + random() % 16; left; --left) {
     bool has_run = false;
@@ -207,11 +211,13 @@ DEV void bar_sync(int id, int count) {
   wait_while(here().named[id].turn, turn);
 }
 #define __syncthreads() bar_sync(0, THREADS)
-DEV MBarrier& mbarrier(u32 at) {
-  const auto found = here().mbarriers.find(at);
-  if (found == here().mbarriers.end()) fail("an mbarrier before its start");
-  return found->second;
+static MBarrier& mbarrier_of(Cta& cta, u32 at) {
+  static MBarrier none;
+  MBarrier* found = cta.mbarriers.find(at);
+  if (!found) fail("an mbarrier before its start");
+  return found ? *found : none;
 }
+DEV MBarrier& mbarrier(u32 at) { return mbarrier_of(here(), at); }
 DEV void advance(MBarrier& b) {
   if (b.pending < 0) fail("too many arrivals");
   if (b.pending || b.bytes) return;
@@ -223,14 +229,21 @@ DEV void advance(MBarrier& b) {
 static int check_ends() {
   current = nullptr;
   for (const Cta& cta : ctas)
-    for (const auto& [at, b] : cta.mbarriers)
+    for (int i = 0; i < cta.mbarriers.count; ++i) {
+      const MBarrier& b = cta.mbarriers.barriers[i];
       if (b.pending != b.count || b.bytes) fail("an mbarrier ends within a phase");
+    }
   return DONE;
 }
 DEV void mbar_init(u32 at, u32 count) {
   if (at % 8) fail("alignment of an mbarrier");
-  MBarrier& b = here().mbarriers[at];
-  b.count = b.pending = count;
+  MBarriers& all = here().mbarriers;
+  if (!all.find(at)) {
+    if (all.count == 256) fail("more than 256 mbarriers");
+    all.places[all.count++] = at;
+  }
+  MBarrier& b = mbarrier(at);
+  b.count = b.pending = (int)count;
 }
 DEV void mbar_expect(u32 at, u32 bytes) {
   MBarrier& b = mbarrier(at);
@@ -303,19 +316,19 @@ DEV void store_relaxed_word(u32* p, u32 v) {
   if ((u64)p % 4) fail("alignment of a store");
   *p = v, ++events;
 }
-DEV void send(u32 to, u32 bar, std::vector<u8> data) {
+DEV void send(u32 to, u32 bar, List<u8> data) {
   if (to + data.size() > SMEM) fail("a copy leaves shared memory");
   std::memset(here().smem + to, 0xEE, data.size());
   here().copies.push_back({to, bar, std::move(data)});
 }
 // Some copies arrive, in any order.
-static void deliver(Cta& cta, std::mt19937& random) {
+static void deliver(Cta& cta, Random& random) {
   current = nullptr;
   for (int n = random() % (3 + cta.copies.size() / 8); n > 0 && !cta.copies.empty(); --n) {
     std::swap(cta.copies[random() % cta.copies.size()], cta.copies.back());
     const Copy& copy = cta.copies.back();
     std::memcpy(cta.smem + copy.to, copy.data.data(), copy.data.size());
-    MBarrier& b = cta.mbarriers[copy.bar];
+    MBarrier& b = mbarrier_of(cta, copy.bar);
     b.bytes -= (long)copy.data.size();
     advance(b);
     cta.copies.pop_back(), ++events;
@@ -323,7 +336,7 @@ static void deliver(Cta& cta, std::mt19937& random) {
 }
 DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 bar) {
   if (to % 16 || (u64)from % 16 || bytes % 16) fail("alignment of a bulk copy");
-  send(to, bar, std::vector<u8>((const u8*)from, (const u8*)from + bytes));
+  send(to, bar, List<u8>((const u8*)from, (const u8*)from + bytes));
 }
 DEV void load_once(u32 to, const void* from, u32 bytes, u32 bar) { copy_bulk(to, from, bytes, bar); }
 // A box of 32 tokens x 1 head x 64 dimensions of (tokens, heads, width) 16-bit values, 128-byte
@@ -333,7 +346,7 @@ DEV void tma3(u32 to, const TMap* map, u32 bar, int x, int y, int z) {
   std::memcpy(words, map, sizeof words);
   if (to % 1024 || z < 0 || (u64)z + 32 > words[1] || (u64)y >= words[2] || (u64)x + 64 > words[3])
     fail("a TMA box");
-  std::vector<u8> box(4096);
+  List<u8> box(4096);
   for (int t = 0; t < 32; ++t)
     for (int c = 0; c < 8; ++c) {
       const u64 from = words[0] + 2 * ((((u64)z + t) * words[2] + y) * words[3] + x) + 16 * c;

@@ -40,7 +40,7 @@ DEV void tma_box(u32 to, const TMap* of, u32 bar, int x, int y, int z) {
   Map map;
   std::memcpy(&map, of, sizeof map);
   if (to % 1024) fail("alignment of a box");
-  std::vector<u8> data(128 * map.box[1] * map.box[2]);
+  List<u8> data(128 * map.box[1] * map.box[2]);
   for (u64 row = 0; row < map.box[1] * map.box[2]; ++row) {
     const u64 at_y = y + row % map.box[1], at_z = z + row / map.box[1];
     if (x < 0 || y < 0 || z < 0) fail("a box before its view");

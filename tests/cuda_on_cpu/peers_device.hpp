@@ -1,5 +1,7 @@
 // What peers_ptx.cuh gives kernels that several GPUs run together, for one processor; behind q4k_device.hpp. A store to
 // another rank arrives late, its words in any order; two under way to the same place end the run.
+#include <map>
+
 struct Words { u64 first, second; };
 static std::map<u64*, u64> stores;  // under way
 DEV void store_word(u64* to, u64 v) {
@@ -14,7 +16,7 @@ DEV Words load_words(const void* p) {
   if ((u64)p % 16) fail("alignment of a load");
   return {((const u64*)p)[0], ((const u64*)p)[1]};
 }
-static void deliver_stores(std::mt19937& random) {
+static void deliver_stores(Random& random) {
   for (int n = random() % (2 + stores.size() / 4); n > 0 && !stores.empty(); --n) {
     auto one = stores.begin();
     std::advance(one, random() % std::min<size_t>(stores.size(), 200));

@@ -45,8 +45,8 @@ DEV void mma_signed(int (&c)[4], const u32 (&a)[2], u32 b, int start) {
 
 // ---- products of a warpgroup: m64n(N)k16, weights in registers, tokens in shared memory
 struct Product { float* sums; const u32* weights; u32 tokens; int columns; bool is_bf16; };
-typedef std::deque<std::vector<Product>> ProductGroups;  // of a thread; the last is open
-static std::vector<ProductGroups> products;              // by CTA and thread
+typedef List<List<Product>> ProductGroups;  // of a thread; the last is open
+static List<ProductGroups> products;              // by CTA and thread
 DEV ProductGroups& own_products() { return products[current->cta * MOST_THREADS + current->tid]; }
 constexpr u32 NO_OFFSET = 0;
 DEV u32 mdesc(u32 address, u32 stride) {
@@ -74,7 +74,7 @@ DEV void multiply(const Product& p) {
   }
 }
 DEV void wg_fence() {}
-DEV void wg_commit() { own_products().emplace_back(); }
+DEV void wg_commit() { own_products().push_back({}); }
 template <int N> DEV void wg_wait() {
   auto& own = own_products();
   for (; own.size() > N + 1; own.pop_front())
@@ -109,8 +109,8 @@ DEV void cluster_sync() {
 }
 
 // ---- dependent launch
-struct Late { u8* at; std::vector<u8> data; };
-static std::vector<Late> late;
+struct Late { u8* at; List<u8> data; };
+static List<Late> late;
 static bool has_waited;
 DEV void launch_dependents() {}
 DEV void wait_for_inputs() {

@@ -1,7 +1,6 @@
 // What packed_ptx.cuh gives, for one processor; behind device.hpp.
 //
 // A copy to shared memory arrives when its thread waits for it; until then its place holds 0xEE.
-#include <deque>
 
 typedef long long i64;
 struct Place { int x, y; };
@@ -17,9 +16,9 @@ using std::min;
 alignas(128) static u8 memory[SMEM];
 
 struct Pending { u32 to; int size; u8 data[16]; };
-typedef std::deque<std::vector<Pending>> Groups;  // of a thread; the last is open
+typedef List<List<Pending>> Groups;  // of a thread; the last is open
 constexpr int MOST_THREADS = 1024;  // of a CTA
-static std::vector<Groups> groups;  // by CTA and thread
+static List<Groups> groups;  // by CTA and thread
 DEV Groups& own_groups() { return groups[current->cta * MOST_THREADS + current->tid]; }
 
 DEV void copy16_of(u32 to, const void* from, int bytes) {
@@ -37,7 +36,7 @@ DEV void copy4(u32 to, const void* from) {
   own_groups().back().push_back(copy);
 }
 DEV void copy16(u32 to, const void* from) { copy16_of(to, from, 16); }
-DEV void copy_commit() { own_groups().emplace_back(); }
+DEV void copy_commit() { own_groups().push_back({}); }
 template <int N> DEV void copy_wait() {
   Groups& own = own_groups();
   for (; own.size() > N + 1; own.pop_front())

@@ -6,8 +6,8 @@
 #define blockIdx (Index{places_of_ctas[current->cta].block})
 
 struct PlaceOfCta { int rank, launch, block; };
-static std::vector<PlaceOfCta> places_of_ctas;
-static std::vector<u32> ended;  // launches of each rank that have ended
+static List<PlaceOfCta> places_of_ctas;
+static List<u32> ended;  // launches of each rank that have ended
 DEV void launch_dependents() {}
 DEV void wait_for_inputs() {
   const PlaceOfCta& own = places_of_ctas[current->cta];
@@ -16,6 +16,6 @@ DEV void wait_for_inputs() {
 DEV void unpack(u32 both, float& low, float& high) {
   low = of_16((u16)both), high = of_16((u16)(both >> 16));
 }
-static std::vector<float> shared_floats;  // 32 of each CTA
+static List<float> shared_floats;  // 32 of each CTA
 #define SHARED_FLOATS(name, count) float* name = &shared_floats[32 * current->cta]
 DEV void give_up() { fail("a wait was given up"); }

@@ -9,11 +9,11 @@ static void enter() {
   give_way();
 }
 constexpr size_t STACK = 64 << 10;
-static int run_cluster(u8* stacks, std::mt19937& random, u32 smem_bytes) {
+static int run_cluster(u8* stacks, Random& random, u32 smem_bytes) {
   const int all_threads = THREADS * CLUSTER;
-  std::vector<Thread> threads(all_threads);
-  std::vector<Warp> warps(all_threads / WARP);
-  static std::vector<u8> memories;
+  List<Thread> threads(all_threads);
+  List<Warp> warps(all_threads / WARP);
+  static List<u8> memories;
   memories.assign(CLUSTER * (size_t)SMEM, 0xEE);
   ctas.assign(CLUSTER, Cta());
   cluster_barrier = NamedBarrier(), cluster_threads = all_threads;
@@ -46,7 +46,7 @@ static int run_cluster(u8* stacks, std::mt19937& random, u32 smem_bytes) {
 }
 
 static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
-  std::mt19937 random(seed);
+  Random random(seed);
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   const size_t room = THREADS * CLUSTER * STACK;
   u8* stacks = (u8*)mmap(nullptr, room, PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -54,9 +54,9 @@ static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
   if (grid_x % CLUSTER) return FAILED;
   grid_size = {grid_x, grid_y};
   const int columns = grid_x / CLUSTER;
-  std::vector<int> order(columns * grid_y);
+  List<int> order(columns * grid_y);
   for (int i = 0; i < (int)order.size(); ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), random);
+  shuffle(order, random);
   result = guard([&] {
     for (int i : order) {
       block_at = cluster_at = {i % columns * CLUSTER, i / columns};

@@ -3,10 +3,10 @@
 // defines RANKS, and what its device header calls `deliver_stores` arrives between them.
 #ifdef RANKS
 constexpr int ALL_CTAS = RANKS * CTAS;
-static void deliver_between(std::mt19937& random) { deliver_stores(random); }
+static void deliver_between(Random& random) { deliver_stores(random); }
 #else
 constexpr int ALL_CTAS = CTAS;
-static void deliver_between(std::mt19937&) {}
+static void deliver_between(Random&) {}
 #endif
 static void enter_kernel();
 static void enter() {
@@ -18,9 +18,9 @@ static void enter() {
 struct Step {
   static constexpr size_t STACK = 32 << 10;
   static constexpr int THREADS_ALL = ALL_CTAS * THREADS;
-  std::vector<Thread> threads = std::vector<Thread>(THREADS_ALL);
-  std::vector<Warp> warps = std::vector<Warp>(THREADS_ALL / WARP);
-  std::mt19937 random;
+  List<Thread> threads = List<Thread>(THREADS_ALL);
+  List<Warp> warps = List<Warp>(THREADS_ALL / WARP);
+  Random random;
   u8* stacks;
 
   explicit Step(int seed) : random(seed) {
@@ -44,12 +44,12 @@ struct Step {
   // Warps that live among some CTAs.
   int run(int first, int last) {
     const int per_cta = THREADS / WARP;
-    std::vector<int> order, slowness(warps.size(), 1);
+    List<int> order, slowness(warps.size(), 1);
     for (int i = first * per_cta; i < last * per_cta; ++i) order.push_back(i);
     u64 seen = events, idle = 0;
     for (u64 round = 0; idle < 1500; ++round) {
       if (round % 8 == 0) {  // an eighth of the warps runs in few rounds only
-        std::shuffle(order.begin(), order.end(), random);
+        shuffle(order, random);
         for (int& slow : slowness) slow = random() % 8 ? 1 : 2 + random() % 6;
       }
       int live = 0;

@@ -9,9 +9,9 @@ static void enter() {
   give_way();
 }
 constexpr size_t STACK = 64 << 10;
-static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
-  std::vector<Thread> threads(THREADS);
-  std::vector<Warp> warps(THREADS / WARP);
+static int run_cta(u8* stacks, Random& random, u32 smem_bytes) {
+  List<Thread> threads(THREADS);
+  List<Warp> warps(THREADS / WARP);
   ctas.assign(1, Cta());
   ctas[0].smem = memory;
   std::memset(memory, 0xEE, SMEM);
@@ -42,14 +42,14 @@ static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
 }
 
 static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
-  std::mt19937 random(seed);
+  Random random(seed);
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   u8* stacks = (u8*)mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
   int result = 0;
   grid_size = {grid_x, grid_y};
-  std::vector<int> order(grid_x * grid_y);
+  List<int> order(grid_x * grid_y);
   for (int i = 0; i < (int)order.size(); ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), random);
+  shuffle(order, random);
   result = guard([&] {
     for (int i : order) {
       block_at = {i % grid_x, i / grid_x};

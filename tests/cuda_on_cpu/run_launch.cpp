@@ -1,6 +1,5 @@
 // Runs KERNEL on one processor with arguments as a launch has them; behind its source,
 // attention_device.hpp and run_each_cta.hpp.
-#include <utility>
 
 static void** places;
 template <class... A, size_t... I>

@@ -1,6 +1,5 @@
 // Runs launches of KERNELS on one processor, clusters one after another in any order and warps in
 // random order; behind their sources and products_device.hpp.
-#include <utility>
 
 static void** arguments;
 template <class... A, size_t... I>
@@ -21,12 +20,12 @@ static void enter() {
 
 constexpr size_t STACK = 64 << 10;
 struct Cluster {
-  std::vector<Thread> threads;
-  std::vector<Warp> warps;
-  std::mt19937& random;
-  std::vector<u8*> memories;
+  List<Thread> threads;
+  List<Warp> warps;
+  Random& random;
+  List<u8*> memories;
 
-  Cluster(int size, u8* stacks, std::mt19937& random)
+  Cluster(int size, u8* stacks, Random& random)
       : threads(size * num_threads), warps(threads.size() / WARP), random(random) {
     ctas.assign(size, Cta()), cluster = NamedBarrier(), events = 0;
     groups.assign(size * MOST_THREADS, Groups(1)), products.assign(size * MOST_THREADS, ProductGroups(1));
@@ -52,7 +51,7 @@ struct Cluster {
       std::swap(cta.copies[random() % cta.copies.size()], cta.copies.back());
       const Copy& copy = cta.copies.back();
       std::memcpy(cta.smem + copy.to, copy.data.data(), copy.data.size());
-      MBarrier& b = cta.mbarriers[copy.bar];
+      MBarrier& b = mbarrier_of(cta, copy.bar);
       b.bytes -= (long)copy.data.size();
       advance(b);
       cta.copies.pop_back(), ++events;
@@ -60,7 +59,7 @@ struct Cluster {
   }
   int run(u32 smem_bytes) {
     u64 seen = events;
-    std::vector<int> slowness(warps.size());
+    List<int> slowness(warps.size());
     int idle = 0;
     for (u64 round = 0; idle < 2000 && !failure[0]; ++round) {
       if (round % 32 == 0)  // a quarter of the warps runs in few rounds only
@@ -95,12 +94,12 @@ extern "C" int run(int number, void** given, const int* sizes, int threads, int 
   const size_t room = cluster_size * threads * STACK;
   u8* stacks = (u8*)mmap(nullptr, room, PROT_READ | PROT_WRITE, flags, -1, 0);
   const int result = guard([=] {
-    std::mt19937 random(seed);
-    std::vector<Box> order;
+    Random random(seed);
+    List<Box> order;
     for (int z = 0; z < grid.z; ++z)
       for (int y = 0; y < grid.y; y += cluster_size)
         for (int x = 0; x < grid.x; ++x) order.push_back({x, y, z});
-    std::shuffle(order.begin(), order.end(), random);
+    shuffle(order, random);
     int result = DONE;
     for (const Box& block : order) {
       first_block = block, has_waited = false;

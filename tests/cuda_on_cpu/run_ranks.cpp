@@ -21,8 +21,8 @@ static void enter() {
 // One launch under way. Its CTAs have numbers from `first_cta` on.
 struct Running {
   static constexpr size_t STACK = 32 << 10;
-  std::vector<Thread> threads;
-  std::vector<Warp> warps;
+  List<Thread> threads;
+  List<Warp> warps;
   bool is_live = false;
 
   void start(const PlaceOfCta& place, int ctas, int first_cta, u8* stacks) {
@@ -49,8 +49,8 @@ struct Rank {
   int started = 0, slowness = 1;
 };
 
-static int run_launches(int num_ranks, int most_ctas, std::mt19937& random, u8* stacks) {
-  std::vector<Rank> ranks(num_ranks);
+static int run_launches(int num_ranks, int most_ctas, Random& random, u8* stacks) {
+  List<Rank> ranks(num_ranks);
   ctas.assign(2 * num_ranks * most_ctas, Cta());
   shared_floats.assign(2 * num_ranks * most_ctas * 32, NAN);
   ended.assign(num_ranks, 0), places_of_ctas.assign(2 * num_ranks * most_ctas, PlaceOfCta());
@@ -102,7 +102,7 @@ extern "C" int run(const Launch* given, int num_ranks, int launches_of_each, int
   const size_t size = 2 * num_ranks * most_ctas * THREADS * Running::STACK;
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   u8* stacks = (u8*)mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
-  std::mt19937 random(seed);
+  Random random(seed);
   const int result = guard([&] { return run_launches(num_ranks, most_ctas, random, stacks); });
   munmap(stacks, size);
   return result;
