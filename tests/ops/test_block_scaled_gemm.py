@@ -77,8 +77,16 @@ def test_no_tokens():
     assert found.shape == (1, 8)
 
 
-@pytest.mark.parametrize("is_nvfp4", [False, True])
-@pytest.mark.parametrize("is_gate_up", [False, True])
+@pytest.mark.parametrize(
+    ("is_nvfp4", "is_gate_up"),
+    [
+        (True, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((False, False), (False, True), (True, False))
+        ),
+    ],
+)
 def test_it_compiles_for_blackwell(is_nvfp4, is_gate_up, tmp_path):
     for is_float_out in (False, True):
         source = kernel.gemm_source(

@@ -34,10 +34,10 @@ ANGLES = rope_oracle.frequencies(ROTARY, 160000.0, 16.0, 65536)
 class World:
     """One sequence of random inputs, and a poisoned cache of one layer of a kind."""
 
-    def __init__(self, kind, width, is_encoded, device):
-        self.kind, self.is_encoded, self.device = kind, is_encoded, device
-        self.table = rope_table(ROPE, LENGTH + BLOCK).to(device)
-        self.x = torch.randn(LENGTH, width + 5, device=device)[:, :width]  # strided rows
+    def __init__(self, kind, width, is_encoded, device, length=LENGTH):
+        self.kind, self.is_encoded, self.device, self.length = kind, is_encoded, device, length
+        self.table = rope_table(ROPE, length + BLOCK).to(device)
+        self.x = torch.randn(length, width + 5, device=device)[:, :width]  # strided rows
         self.weight = torch.randn(width, device=device)
         self.window = self.planes(BLOCK, width)
         widths = [width, KEY] if kind.has_overlap else [width]
@@ -56,7 +56,7 @@ class World:
     def compressor(self, width, *, is_key):
         kind = self.kind
         channels = width * (2 if kind.has_overlap else 1)
-        inputs = torch.randn(LENGTH, 2 * channels + 3, device=self.device)
+        inputs = torch.randn(self.length, 2 * channels + 3, device=self.device)
         kv, gate = inputs[:, :channels], 3 * inputs[:, channels : 2 * channels]
         bias = torch.randn(kind.ratio, channels, device=self.device)
         stored = torch.full((9, kind.rows_per_block, 2, channels), float("nan"))
@@ -96,7 +96,7 @@ class World:
 
     def check(self, tables):
         """Every vector, entry and key, and the inputs of the last block."""
-        position = torch.arange(LENGTH, device=self.device)
+        position = torch.arange(self.length, device=self.device)
         blocks = tables[:, position // BLOCK].long()
         found = self.read(self.window, blocks[2] * BLOCK + position % BLOCK)
         wanted = oracle.vectors(self.x.cpu(), position.cpu(), ANGLES, EPS, self.weight.cpu())
@@ -117,7 +117,7 @@ class World:
                 (kv, one.stored[0], 0.0 * one.bias),
                 (gate, one.stored[1], one.bias),
             ):
-                row = position[-min(kind.rows_per_block, LENGTH % BLOCK) :]
+                row = position[-min(kind.rows_per_block, self.length % BLOCK) :]
                 block = tables[kind.inputs, row // BLOCK].long()
                 out = stored[block, row % BLOCK % kind.rows_per_block].cpu()
                 assert torch.equal(out, (given[row.cpu()] + bias[row % kind.ratio].cpu()))
@@ -148,7 +148,7 @@ def one_by_one(vectors, rows, step):
 def walk(world, run, cuts, device):
     """A sequence in steps that end at `cuts`; returns its tables (groups, blocks)."""
     torch.manual_seed(7)
-    whole = make_batch((LENGTH,), (0,), device)
+    whole = make_batch((world.length,), (0,), device)
     tables = (whole.block_tables - 1) % 8 + 1  # of 8 blocks
     order = 1 + torch.stack([torch.randperm(8)[: tables.shape[2]] for _ in range(5)])
     tables = order.int().to(device)
@@ -159,7 +159,7 @@ def walk(world, run, cuts, device):
         own[:, batch.rows[0]] = tables[:, : own.shape[2]]
         return replace(batch, block_tables=own, slot_mapping=slots_of(own, batch))
 
-    for start, stop in zip((0, *cuts), (*cuts, LENGTH), strict=True):
+    for start, stop in zip((0, *cuts), (*cuts, world.length), strict=True):
         world.step(run, start, stop, batch_of)
     return tables
 
@@ -299,7 +299,7 @@ def make_queries(world, num_tokens, device):
 def test_queries_turn_in_the_same_launch(start, stop, count, device):
     """The rows beside them are those of a step without queries; of a chunk they go first."""
     torch.manual_seed(5)
-    world = World(KINDS[0], 128, True, device)
+    world = World(KINDS[0], 128, True, device, stop + 5)
     queries = make_queries(world, stop - start, device)[:count]
     found = []
 
@@ -323,7 +323,7 @@ def test_queries_turn_in_the_same_launch(start, stop, count, device):
         unit = 2**-7 if out.dtype == torch.bfloat16 else 2e-5
         torch.testing.assert_close(out.float().cpu(), wanted, rtol=unit, atol=1e-5)
     torch.manual_seed(5)
-    alone = World(KINDS[0], 128, True, device)
+    alone = World(KINDS[0], 128, True, device, stop + 5)
     walk(alone, written, (start, stop), device)
     for planes, others in ((world.window, alone.window), *(
         (one.planes, other.planes)
