@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
 def quicken():
-    """Patch the language once per function, cache NumPy's types, skip unused overflow checks."""
+    """Patch the language once per function, cache types, skip unused overflow checks."""
+    remember_shapes()
     patch, find_type = interpreter._patch_lang, interpreter._get_np_dtype
     types = {}
 
@@ -45,3 +47,44 @@ def quicken():
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # else assertions read these checks
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def remember_shapes():
+    """What a shape says is found out once, not for each result of each operation of each program."""
+    make_block, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    broadcast = TritonSemantic.broadcast_impl_value
+    blocks = {}
+
+    def init_block(self, element_ty, shape):
+        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+        key = (element_ty.name, *sizes)
+        if type(element_ty) is not tl.dtype:  # a pointer's name does not tell all
+            make_block(self, element_ty, shape)
+        elif key in blocks:
+            self.__dict__.update(blocks[key])
+        else:
+            make_block(self, element_ty, shape)
+            tl.tensor(None, self)  # remembers
+            blocks[key] = self.__dict__
+
+    def init_tensor(self, handle, of):
+        known = of.__dict__.get("known_of_tensors")
+        if known is None:
+            make_tensor(self, handle, of)
+            of.known_of_tensors = {**self.__dict__}
+        else:
+            self.__dict__.update(known)
+            self.handle, self.type = handle, of
+
+    def broadcast_if_needed(self, lhs, rhs):
+        ours, theirs = lhs.type, rhs.type
+        if ours.is_block() and theirs.is_block():
+            if [*ours.shape] == [*theirs.shape]:
+                return lhs, rhs
+        elif not ours.is_block() and not theirs.is_block():
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    tl.block_type.__init__ = init_block
+    tl.tensor.__init__ = init_tensor
+    TritonSemantic.broadcast_impl_value = broadcast_if_needed
