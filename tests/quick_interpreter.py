@@ -50,7 +50,7 @@ def quicken():
 
 
 def remember_shapes():
-    """What a shape says is found out once, not for each result of each operation of each program."""
+    """Find out what a shape says once, not for each result of each operation."""
     make_block, make_tensor = tl.block_type.__init__, tl.tensor.__init__
     broadcast = TritonSemantic.broadcast_impl_value
     blocks = {}
