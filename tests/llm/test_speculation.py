@@ -22,6 +22,11 @@ from tiercel.request.score_params import ScoreParams
 
 METHODS = ("ngram", "mtp", "hybrid")
 CASES = [*((name, "ngram") for name in NAMES), ("mtp", "mtp"), ("mtp", "hybrid")]
+# By default without a window and with one, and the drafter that has both others in it.
+USUAL_CASES = [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case not in (CASES[0], CASES[2], CASES[-1])))
+    for case in CASES
+]
 NUM_REQUESTS = 48
 DRAFTS = {
     "max_num_seqs": 16,
@@ -130,7 +135,7 @@ def alone_of(path_of):
 
 
 @pytest.mark.parametrize("overlap", OVERLAP)
-@pytest.mark.parametrize(("name", "spec"), CASES)
+@pytest.mark.parametrize(("name", "spec"), USUAL_CASES)
 def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
     monkeypatch, path_of, alone_of, name, spec, overlap
 ):
@@ -157,7 +162,7 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
         assert got == (expected[: len(got)] if request in aborted else expected)
 
 
-@pytest.mark.parametrize(("name", "spec"), CASES)
+@pytest.mark.parametrize(("name", "spec"), USUAL_CASES)
 def test_sampled_answers_are_the_same_draws(path_of, name, spec):
     """Noise belongs to a position of a text, so sampled answers are those of plain decoding."""
     params = SamplingParams(temperature=0.4, seed=3, max_tokens=60, ignore_eos=True, n=3)

@@ -69,7 +69,13 @@ def test_chunks_between_all_of_these_ends(model, whole):
     assert_near(in_chunks(model, TEXT, chunks), whole)
 
 
-@pytest.mark.parametrize("chunks", [[1, 2, 3, 5], [8], [31], [64, 1], [127], [129], [131]])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        *([1, 2, 3, 5], [31], [127], [129]),
+        *(pytest.param(chunks, marks=pytest.mark.slow) for chunks in ([8], [64, 1], [131])),
+    ],
+)
 def test_equal_chunks(model, whole, chunks):
     """Some close no entry, some close one, some several."""
     assert_near(in_chunks(model, TEXT, evened(TEXT, chunks)), whole)

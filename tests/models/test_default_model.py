@@ -11,8 +11,11 @@ CASE = parity.CASES["smollm2-135m-instruct-q4_1"]
 
 @pytest.mark.parametrize(
     ("dtype", "profile"),
-    [("float32", parity.FP32), ("auto", parity.INT8), ("bfloat16", parity.BITS16)],
-    ids=["fp32", "default", "floats"],
+    [
+        pytest.param("float32", parity.FP32, id="fp32"),
+        pytest.param("auto", parity.INT8, id="default"),
+        pytest.param("bfloat16", parity.BITS16, id="floats", marks=pytest.mark.slow),
+    ],
 )
 def test_parity(default_model, dtype, profile, monkeypatch):
     if profile is parity.BITS16:

@@ -207,14 +207,23 @@ def test_long_and_mixed_lengths(shape, dtype, device):
     check_kernel(requests, shape, 64, 700, dtype, device)
 
 
-@pytest.mark.parametrize("queries", range(1, 17))
+@pytest.mark.parametrize(
+    "queries",
+    [
+        pytest.param(queries, marks=[pytest.mark.slow] * (queries not in (1, 2, 5, 8, 11, 16)))
+        for queries in range(1, 17)
+    ],
+)
 def test_each_number_of_new_tokens(queries, device):
     requests = [(queries, 16), (17 - queries, 129)]
     check_kernel(requests, (3, 1, 64), 64, 0, torch.float16, device, shorten=True)
 
 
-@pytest.mark.parametrize("window", [0, 1, 64, 65])
-@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize(
+    ("queries", "window"),
+    [(1, 0), (4, 1), (1, 64), (4, 65)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 0), (1, 1), (4, 64), (1, 65))],
+)
 def test_which_keys_the_kernel_sees(queries, window, device):
     """One huge value at a time: it shows in exactly the tokens p with j <= p < j + window."""
     context = 136

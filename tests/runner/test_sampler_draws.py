@@ -65,7 +65,14 @@ def check_draws(requests, expected, temperature):
     assert chi_square(token_ids, wrong) > LIMIT, "it can tell them apart"
 
 
-@pytest.mark.parametrize(("fields", "expected"), CASES, ids=[str(fields) for fields, _ in CASES])
+# By default without and with all of it, a temperature and a bound: `test_sampler.py` has each cut.
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param(*case, id=str(case[0]), marks=[pytest.mark.slow] * (number in (2, 4, 5)))
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_draws_follow_the_distribution(fields, expected):
     params = SamplingParams(**fields)
     requests = [make_request(params, seed=i // 16, stream=i % 16) for i in range(NUM_DRAWS)]

@@ -330,11 +330,14 @@ def test_a_wrong_value_for_the_build_is_an_error(tree):
             function({"TIERCEL_BUILD_NATIVE": "no", "PATH": ""})
 
 
-def test_the_command(capsys, tmp_path):
-    assert build.main(["--out", str(tmp_path), "--quiet"]) == 0
+def test_the_command(tree, capsys):
+    out = str(tree / "lib")
+    assert build.main(["--out", out, "--quiet"]) == 0
     assert capsys.readouterr().out == ""
-    assert build.main(["--out", str(tmp_path)]) == 0
+    assert build.main(["--out", out]) == 0
     assert capsys.readouterr().out.count("bytes") == len(TARGET.variants)
+    assert build.main(["--out", out, "--check-symbols"]) == 1
+    assert "abi.py differ in " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         build.main(["--target", "z80-cpm"])
     assert "x86_64-linux-gnu" in capsys.readouterr().err
@@ -348,6 +351,12 @@ def test_the_build_needs_the_standard_library_alone():
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_builds_the_library_whole(tmp_path):
+    """The library that the other tests load was built by it too, before they began."""
+    assert build.main(["--out", str(tmp_path), "--check-symbols"]) == 0
 
 
 @pytest.mark.slow
