@@ -28,7 +28,8 @@ def gpu_share(gib=4):
 
 
 def open_on_gpu(path, *, gib=4, **options):
-    return LLM(path, device="cuda", gpu_memory_utilization=gpu_share(gib), **options)
+    share = gpu_share(gib)
+    return LLM(path, **({"device": "cuda"} | options), gpu_memory_utilization=share)
 
 
 def assert_idle(llm):

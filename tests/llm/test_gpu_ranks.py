@@ -1,5 +1,7 @@
 """`LLM` on two GPUs: the answers of one, model after model in one process."""
 
+from threading import Thread
+
 import pytest
 
 from tests.engine_process import is_alive
@@ -21,3 +23,18 @@ def test_models_one_after_the_other_answer_as_on_one_gpu(tmp_path):
             pids = llm._engine._ranks.pids
             assert ids_of(llm.generate(PROMPTS, greedy(40))) == expected
         wait_for(lambda pids=pids: not any(map(is_alive, pids)))
+
+
+def test_models_on_two_gpus_take_turns_in_one_process(tmp_path):
+    """Each launches on its own GPU, from whichever thread."""
+    sizes = {"hidden": 256, "head_dim": 128, "ff": 512}
+    path = tiny_model(tmp_path / "m.gguf", "qwen3", qtype="Q4_K", **sizes)
+    with open_on_gpu(path) as first, open_on_gpu(path, device="cuda:1") as second:
+        expected = ids_of(first.generate(PROMPTS, greedy(40)))
+        for llm in (second, first, second):
+            assert ids_of(llm.generate(PROMPTS, greedy(40))) == expected
+        found = []
+        thread = Thread(target=lambda: found.append(second.generate(PROMPTS, greedy(40))))
+        thread.start()
+        thread.join()
+        assert ids_of(found[0]) == expected

@@ -28,7 +28,8 @@ class Uploader:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         count = min(_MOST_THREADS, usable_cpus())
-        self._pool = ThreadPoolExecutor(count)
+        # A thread that returned to the first GPU would take memory of it.
+        self._pool = ThreadPoolExecutor(count, "upload", torch.cuda.set_device, (device,))
         self._pieces = torch.empty((count, _PIECE_BYTES), dtype=torch.uint8, pin_memory=True)
         self._fetched = [torch.cuda.Event() for _ in range(count)]
 

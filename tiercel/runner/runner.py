@@ -124,6 +124,7 @@ class ModelRunner:
         self, plan: SchedulerOutput, parts: Sequence[ScheduledRow], shape: StepShape
     ) -> Launch:
         """Enqueue the passes of a step over `parts`, those of the plan, and rows of scratch."""
+        self._enter_device()
         self._write_rows(plan)
         self.faults.slow_down(plan.step_id, plan.num_tokens, self.model.pulse)
         readbacks: list[Readback] = []
@@ -164,6 +165,7 @@ class ModelRunner:
 
         query_lens: new tokens of each row.
         """
+        self._enter_device()
         self._batches.shares = None
         ends = np.cumsum([0, *query_lens])
         scratch = [self.rows.scratch] * len(query_lens)
@@ -201,6 +203,11 @@ class ModelRunner:
         # Graphs keep memory of their own; eager steps share the remaining memory.
         num_graphs = self.decode_steps.num_graphs + self.prompt_steps.num_graphs
         return max(peaks) + max(peaks[: len(graphed)]) + GRAPH_BYTES * num_graphs
+
+    def _enter_device(self) -> None:
+        """Make the device that of this thread, as Triton launches need; models take turns in it."""
+        if self._copy_stream is not None:
+            torch.cuda.set_device(self.config.device)
 
     def _write_rows(self, plan: SchedulerOutput) -> None:
         """Apply the plan's changes to the device's rows and block tables."""
