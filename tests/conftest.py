@@ -1,8 +1,10 @@
 """Chooses interpreter or GPU once, before any kernel module is imported; shared fixtures."""
 
+import functools
 import gc
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -73,7 +75,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Interpret kernels without waste, if any were imported."""
+    """Interpret kernels without waste, if any were imported; read certificates once.
+
+    Each HTTP client reads them, which takes 20 ms, and tests make thousands, none for TLS.
+    """
+    ssl.create_default_context = functools.cache(ssl.create_default_context)
     if not HAS_GPU and "triton" in sys.modules:
         from tests.quick_interpreter import quicken
 

@@ -5,9 +5,10 @@ No name in a request ever reaches the file system: a name that is not in the tab
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -49,7 +50,8 @@ class StaticFile:
     cache_control: str
 
 
-def read_files() -> dict[str, StaticFile]:
+@functools.cache
+def read_files() -> Mapping[str, StaticFile]:
     """The files of the page by name; the name of a library's file begins with its directory."""
     files = {}
     for name, entry in _entries(resources.files("tiercel.serve").joinpath("web"), ""):
