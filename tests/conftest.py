@@ -2,10 +2,10 @@
 
 import functools
 import gc
+import importlib.util
 import os
 import signal
 import ssl
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -75,12 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Interpret kernels without waste, if any were imported; read certificates once.
+    """Interpret kernels without waste, and read certificates once.
 
-    Each HTTP client reads them, which takes 20 ms, and tests make thousands, none for TLS.
+    Tests may import kernels when they run: interpreted, their products of bfloat16 would be garbage.
+    Each HTTP client reads certificates, which takes 20 ms, and tests make thousands, none for TLS.
     """
     ssl.create_default_context = functools.cache(ssl.create_default_context)
-    if not HAS_GPU and "triton" in sys.modules:
+    if not HAS_GPU and importlib.util.find_spec("triton"):
         from tests.quick_interpreter import quicken
 
         quicken()

@@ -25,6 +25,7 @@ TOLERANCE = 8e-3  # of kernels that round weights and h to 8 bits
 def routes(num_tokens, own=OWN):
     """Ids on this rank, with -1, and weights; and both as the oracle takes them."""
     ids, weights = make_routes(num_tokens, 10, TOPK, CPU)
+    ids[0] = torch.tensor([own[0], 0, own[-1]])  # else one token may have nothing here
     ids, weights = own_pairs(ids, weights, own)
     return ids, weights, ids.clamp(min=0)
 
@@ -59,6 +60,7 @@ def test_triton_matches_oracle(num_tokens, device):
     op.run_kernels(out, x, ids, weights, made, LIMIT, num_ranks=2)
     cpu = [tensor.cpu() for tensor in (x, known, weights)]
     expected = oracle.moe_experts(*cpu, tuple(stack.cpu() for stack in stacks), LIMIT)
+    # Of 55 seeds the largest was 4.2e-3: h and weights are rounded.
     error = (out.double().cpu() - expected).norm() / expected.norm()
     assert error <= TOLERANCE
 
