@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from time import perf_counter, process_time
+from time import process_time
 
 import pytest
 
@@ -107,24 +107,23 @@ def test_a_server_that_ends_because_its_engine_is_dead_says_so():
     assert "retry-after" not in refused.headers
 
 
-def test_health_is_quick_and_waits_for_nothing():
-    """Under 1 ms without the socket, also while template and tokenizer threads are busy."""
+def test_health_waits_for_nothing(monkeypatch):
+    """It takes no turn of another thread, and answers while all that read templates are busy."""
 
     async def probe():
         busy = threading.Event()
         async with running(fake_app()) as http:
             state = http._transport.app.state.server
             waiting = [asyncio.ensure_future(state.run_in_thread(busy.wait, 5)) for _ in range(20)]
-            times = []
-            for _ in range(50):
-                started = perf_counter()
+            await asyncio.sleep(0)  # they have begun
+            with monkeypatch.context() as patch:
+                patch.setattr(type(state), "run_in_thread", None)
                 assert (await http.get("/health")).status_code == 200
-                times.append(perf_counter() - started)
+            assert not any(one.done() for one in waiting)
             busy.set()
             await asyncio.gather(*waiting)
-            return min(times)
 
-    assert asyncio.run(probe()) < 0.002  # most of it is the test's own HTTP client
+    asyncio.run(probe())
 
 
 def test_models():
