@@ -240,35 +240,46 @@ def test_blocks_that_are_done_keep_their_nodes(page):
     assert kept
 
 
+HOSTILE_PIECES = [
+    *("[", "![", "[a](", "[a](b", "*a ", "*a_ ", "**a *", "a**b", "`a``", "<https://a", "&#1"),
+    *("\\(", "$$", "$$\n", "\\[\n", "> ", ">", "- ", "  - a\n", "1. ", "|a", "a|b\n|-", "~~a"),
+    *("***", "_a_b", "#", "   ", "\n\n", "http://a(", "```\n", "`", "]", "$", "$a ", "$a", "$1 a"),
+    *("$$ a\n", "\\[ a \\] b\n", "\\(`", "\\(\\)"),
+]
+
+
 def test_hostile_markdown_takes_linear_time_and_bounded_depth(page):
-    """Each of these made some Markdown reader run for minutes or fall over."""
-    seconds = page.evaluate("""async () => {
-        const { MarkdownView } = await import("/ui/markdown.js");
-        const pieces = [
-            "deep", "[", "![", "[a](", "[a](b", "*a ", "*a_ ", "**a *", "a**b", "`a``", "<https://a",
-            "&#1", "\\\\(", "$$", "$$\\n", "\\\\[\\n", "> ", ">", "- ", "  - a\\n", "1. ", "|a",
-            "a|b\\n|-", "~~a", "***", "_a_b", "#", "   ", "\\n\\n", "http://a(", "```\\n", "`", "]",
-            "$", "$a ", "$a", "$1 a", "$$ a\\n", "\\\\[ a \\\\] b\\n", "\\\\(`", "\\\\(\\\\)",
-        ];
-        let longest = 0;
-        for (const piece of pieces) {
-            const text =
-                piece === "deep"
-                    ? "*a ".repeat(3000) + " a*".repeat(3000)
-                    : piece.repeat(Math.ceil(20_000 / piece.length));
-            let container, shortest = Infinity;  // of tries: the machine may be busy
-            for (let i = 0; i < 3 && shortest > 500; i += 1) {
-                container = document.createElement("div");
-                const start = performance.now();
+    """Each of these made some Markdown reader run for minutes or fall over.
+
+    The browser counts how often each block of the reader's code runs.
+    """
+    profiler = page.context.new_cdp_session(page)
+    profiler.send("Profiler.enable")
+    profiler.send("Profiler.startPreciseCoverage", {"callCount": True, "detailed": True})
+
+    def steps_for(text):
+        depth, length = page.evaluate(
+            """async (text) => {
+                const { MarkdownView } = await import("/ui/markdown.js");
+                const container = document.createElement("div");
                 new MarkdownView(container).show(text);
-                shortest = Math.min(shortest, performance.now() - start);
-            }
-            longest = Math.max(longest, shortest);
-            let depth = 0;
-            for (let e = container; e; e = e.firstElementChild) depth += 1;
-            if (depth > 60) throw new Error(`${piece} nests ${depth} deep`);
-            if (container.textContent.length > 100_000) throw new Error(`${piece} grows`);
-        }
-        return longest / 1000;
-    }""")
-    assert seconds < 2
+                let depth = 0;
+                for (let e = container; e; e = e.firstElementChild) depth += 1;
+                return [depth, container.textContent.length];
+            }""",
+            text,
+        )
+        assert depth <= 60, text[:20]
+        assert length <= 100_000, text[:20]
+        scripts = profiler.send("Profiler.takePreciseCoverage")["result"]  # and counts from 0 again
+        functions = [
+            f for script in scripts if "/ui/" in script["url"] for f in script["functions"]
+        ]
+        return sum(part["count"] for function in functions for part in function["ranges"])
+
+    steps_for("*")  # the reader is imported
+    for piece in HOSTILE_PIECES:
+        few, many = (steps_for(piece * (size // len(piece))) for size in (3_000, 12_000))
+        assert 0 < many < 5 * few + 1000, piece
+    # Not linear: a pair deeper than what is shown moves all that it holds. 33 million.
+    assert steps_for("*a " * 3333 + " a*" * 3333) < 40_000_000
