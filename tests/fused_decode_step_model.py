@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
+from tiercel.kernels.fused.fused_decode_step import peer_bytes
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     MATRICES,
     DecoderShape,
     make_geometry,
     refuse_shape,
 )
+from tiercel.models.sharding import Sharding
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_decode_step import FusedDecodeStepBuilder, FusedDecodeStepWeights
 from tiercel.quant import QuantTensor
@@ -131,3 +134,65 @@ def make_model(
     ropes = tuple(torch.stack((turns.cos(), turns.sin()), dim=1) for turns in (angles, 3 * angles))
     weights = builder.finish(norms, head_norms, biases, ropes, eps=EPS, scale=SCALE)
     return Model(weights, layers)
+
+
+def share_here(shape):
+    """Memory of all ranks in one process; poisoned, because no count is what it holds."""
+    size = peer_bytes(shape)
+    buffers = [torch.full((size,), 0x55, dtype=torch.uint8) for _ in range(shape.ranks)]
+    addresses = tuple(buffer.data_ptr() for buffer in buffers)
+    return [SymmetricMemory(r, addresses, buffers[r], None) for r in range(shape.ranks)]
+
+
+def shape_of_ranks(shape, ranks):
+    """The sizes of each of some ranks that have equal parts of a decoder."""
+    first, last = Sharding(0, ranks).kv_part(shape.num_kv_heads)
+    return replace(
+        shape,
+        num_heads=shape.num_heads // ranks,
+        num_kv_heads=last - first,
+        intermediate_size=shape.intermediate_size // ranks,
+        ranks=ranks,
+    )
+
+
+def cut_columns(tensor, first, last):
+    """Some columns of a matrix in layout FILE."""
+    kind = tensor.qtype
+    data = tensor.planes["data"][:, kind.row_bytes(first) : kind.row_bytes(last)].contiguous()
+    return QuantTensor(kind, tensor.layout, (len(data), last - first), {"data": data})
+
+
+def shard_model(model, memories):
+    """The weights of each rank, which has one of `memories`, and its key/value heads."""
+    whole, ranks = model.weights.geometry, len(memories)
+    shape = shape_of_ranks(whole.shape, ranks)
+    geometry = make_geometry(shape, whole.masks)
+    found = []
+    for rank, memory in enumerate(memories):
+        builder = FusedDecodeStepBuilder(geometry, model.weights.stream.data.device)
+        heads = Sharding(rank, ranks).kv_part(whole.shape.num_kv_heads)
+        parts = dict.fromkeys(("k", "v"), slice(*(shape.head_dim * head for head in heads)))
+        parts["q"] = slice(rank * shape.q_size, (rank + 1) * shape.q_size)
+        inner = (rank * shape.intermediate_size, (rank + 1) * shape.intermediate_size)
+        biases = []
+        for index, layer in enumerate(model.layers):
+            cuts = {name: [layer[name].rows(part.start, part.stop)] for name, part in parts.items()}
+            cuts["o"] = [cut_columns(layer["o"], parts["q"].start, parts["q"].stop)]
+            cuts["gate_up"] = [layer[name].rows(*inner) for name in ("gate", "up")]
+            builder.add(index, cuts | {"down": [cut_columns(layer["down"], *inner)]})
+            if "q_bias" in layer:
+                biases.append(torch.cat([layer[f"{name}_bias"][parts[name]] for name in "qkv"]))
+        weights = model.weights
+        head_norms = () if weights.head_norms is None else weights.head_norms.flatten(0, 1)
+        finished = builder.finish(
+            list(weights.norms),
+            list(head_norms),
+            biases,
+            weights.ropes,
+            eps=weights.eps,
+            scale=weights.scale,
+            memory=memory,
+        )
+        found.append((finished, slice(*heads)))
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from tests.launches_on_cpu import aligned, compile_library, describe_failure, re
 from tiercel.batch import Batch
 from tiercel.kernels.fused import fused_decode_step as kernel
 from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS, StepGeometry
+from tiercel.kernels.fused.fused_refusal import CTAS
 from tiercel.ops.fused_decode_step import FusedDecodeStepWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
+DEVICE = (HERE / "device.hpp", HERE / "peers_device.hpp")
 RUN = (HERE / "run_ctas.hpp", HERE / "run_fused_decode_step.cpp")
 MAP_BYTES = 128
 
@@ -27,9 +30,18 @@ def build(
     """Compile the source with the headers that replace a GPU; skip where that is impossible."""
     source = kernel.cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias)
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-    run = "".join(part.read_text() for part in RUN)
-    text = macros + (HERE / "device.hpp").read_text() + read_kernel(source.name) + run
+    before, after = ("".join(part.read_text() for part in parts) for parts in (DEVICE, RUN))
+    text = macros + before + read_kernel(source.name) + after
     return compile_library(text, folder, "step", "-O2")
+
+
+@dataclass(frozen=True)
+class RankInputs:
+    """What a GPU gives to `ops.fused_decode_step`; keys and values of each layer."""
+
+    weights: FusedDecodeStepWeights
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
 
 
 def run(
@@ -41,21 +53,53 @@ def run(
     batch: Batch,
     *,
     seed: int = 0,
-    late: int = 128,
+    late: int = CTAS,
 ) -> Tensor:
     """Like `ops.fused_decode_step`; `seed` orders warps, CTAs from `late` on start last."""
-    structures = kernel._structures(len(k))
-    sizes = tuple(ctypes.sizeof(structure) for structure in structures)
+    return run_ranks(library, x, [RankInputs(weights, k, v)], batch, seed=seed, late=late)[0]
+
+
+def run_ranks(
+    library: ctypes.CDLL,
+    x: Tensor,
+    ranks: Sequence[RankInputs],
+    batch: Batch,
+    *,
+    seed: int = 0,
+    late: int | None = None,
+) -> list[Tensor]:
+    """Like `ops.fused_decode_step` on each GPU of those that share a model; see `run`."""
+    caches = [_caches_of(one, len(ranks)) for one in ranks]
+    exchanges = [torch.full_like(one.weights.exchange, kernel.EXCHANGE_EMPTY) for one in ranks]
+    outs = [torch.full_like(x, float("nan")) for _ in ranks]
+    args = [
+        _args_of(x, out, one.weights, exchange, batch)
+        for one, out, exchange in zip(ranks, outs, exchanges, strict=True)
+    ]
+    sizes = tuple(ctypes.sizeof(found[0]) for found in (args, caches))
     assert sizes == tuple(library.struct_bytes(i) for i in range(2))
-    caches = structures[1]()
-    for i, plane in enumerate(plane for pair in zip(k, v, strict=True) for plane in pair):
+    # Tensor maps are aligned to 64 bytes, which the compiler relies on.
+    buffers = [aligned((type(found[0]) * len(found))(*found)) for found in (args, caches)]
+    places = (ctypes.c_void_p(place) for _, place in buffers)
+    failure = library.run_step(*places, seed, CTAS * len(ranks) if late is None else late)
+    assert failure == 0, describe_failure(library, failure)
+    return outs
+
+
+def _caches_of(one: RankInputs, ranks: int) -> ctypes.Structure:
+    caches = kernel._structures(len(one.k), ranks)[1]()
+    for i, plane in enumerate(plane for pair in zip(one.k, one.v, strict=True) for plane in pair):
         num_tokens = plane.shape[0] * BLOCK_TOKENS
         words = struct.pack("4Q", plane.data_ptr(), num_tokens, *plane.shape[2:])
         ctypes.memmove(ctypes.addressof(caches.maps) + MAP_BYTES * i, words, len(words))
         caches.planes[i] = plane.data_ptr()
-    exchange = torch.full_like(weights.exchange, kernel.EXCHANGE_EMPTY)
-    out = torch.full_like(x, float("nan"))
-    args = kernel.make_args(
+    return caches
+
+
+def _args_of(
+    x: Tensor, out: Tensor, weights: FusedDecodeStepWeights, exchange: Tensor, batch: Batch
+) -> ctypes.Structure:
+    return kernel.make_args(
         x,
         out,
         weights.stream.data,
@@ -74,10 +118,6 @@ def run(
         tuple(batch.slot_mapping),
         eps=weights.eps,
         scale=weights.scale,
+        memory=weights.memory,
+        passed=weights.passed,
     )
-    # Tensor maps are aligned to 64 bytes, which the compiler relies on.
-    buffers = [aligned(argument) for argument in (args, caches)]
-    places = (ctypes.c_void_p(place) for _, place in buffers)
-    failure = library.run_step(*places, seed, late)
-    assert failure == 0, describe_failure(library, failure)
-    return out

@@ -1,8 +1,6 @@
 // What fused_layer_tail_ptx.cuh gives, for one processor; behind peers_device.hpp. An address in a cluster has the
-// CTA's rank and one above its lower 24 bits. The first CTAS are those of the first GPU.
-#undef blockIdx
+// CTA's rank and one above its lower 24 bits.
 #undef THREADS
-#define blockIdx (Index{current->cta % CTAS})
 #define __cluster_dims__(...)
 
 static List<NamedBarrier> clusters;

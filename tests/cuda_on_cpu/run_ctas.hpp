@@ -47,15 +47,18 @@ struct Step {
     List<int> order, slowness(warps.size(), 1);
     for (int i = first * per_cta; i < last * per_cta; ++i) order.push_back(i);
     u64 seen = events, idle = 0;
+    int lagging = -1;  // a GPU of several, as a whole
     for (u64 round = 0; idle < 1500; ++round) {
       if (round % 8 == 0) {  // an eighth of the warps runs in few rounds only
         shuffle(order, random);
         for (int& slow : slowness) slow = random() % 8 ? 1 : 2 + random() % 6;
       }
+      if (ALL_CTAS > CTAS && round % 64 == 0) lagging = random() % (2 * ALL_CTAS / CTAS);
       int live = 0;
       for (int i : order) {
         live += warps[i].live;
-        if (warps[i].live && random() % slowness[i] == 0) resume(warps[i], random);
+        const int slow = slowness[i] * (i / (CTAS * per_cta) == lagging ? 8 : 1);
+        if (warps[i].live && random() % slow == 0) resume(warps[i], random);
       }
       if (live == 0) return check_ends();
       for (int i = first; i < last; ++i) deliver(ctas[i], random);

@@ -16,12 +16,10 @@ from tests import fused_layer_tail_on_cpu
 from tests.fused_layer_tail_model import EPS, make_model
 from tests.fused_layer_tail_on_cpu import RankInputs
 from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
+from tiercel.kernels.fused import fused_device
 from tiercel.kernels.fused.fused_layer_tail import peer_bytes
-from tiercel.kernels.fused.fused_layer_tail_geometry import (
-    ChainShape,
-    refuse_ranks,
-)
-from tiercel.kernels.fused.fused_refusal import Refusal
+from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape
+from tiercel.kernels.fused.fused_refusal import Refusal, refuse_ranks
 from tiercel.ops import fused_layer_tail as op
 from tiercel.reference import fused_layer_tail as oracle
 
@@ -161,7 +159,7 @@ def test_ranks_agree_on_their_memory(refusal, monkeypatch):
         def size(self):
             return 2
 
-    monkeypatch.setattr(op, "make_symmetric_memory", make)
+    monkeypatch.setattr(fused_device, "make_symmetric_memory", make)
     found = op.share_memory(512, Two(), CPU, refusal)
     assert told == [(2 * 16 * 2 * 2 * 2048, refusal.reason if refusal else "")]
     assert found == Refusal("a rank wants none" if refusal else "memory")

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
 from tiercel.kernels.fused import fused_decode_step as kernel
+from tiercel.kernels.fused import fused_device
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK,
     BLOCK_TOKENS,
@@ -25,7 +28,9 @@ from tiercel.kernels.fused.fused_decode_step_geometry import select_geometry as 
 from tiercel.kernels.fused.fused_decode_step_rows import RowTable
 from tiercel.kernels.fused.fused_decode_step_stream import MatrixOrder, StreamLayout
 from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
+from tiercel.kernels.fused.fused_refusal import CTAS
 from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
+from tiercel.kernels.fused.fused_refusal import refuse_ranks as refuse_ranks
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
@@ -107,6 +112,9 @@ class FusedDecodeStepWeights(Struct, frozen=True):
         exchange: int32, through which activations travel.
         eps: of all norms.
         scale: of the scores.
+        memory: in which ranks that share the model exchange sums; all make the same calls in the
+            same order. None for one GPU.
+        passed: (CTAs,) int32, layers of all calls so far; None for one GPU.
     """
 
     stream: StepStream
@@ -119,6 +127,8 @@ class FusedDecodeStepWeights(Struct, frozen=True):
     exchange: Tensor
     eps: float
     scale: float
+    memory: SymmetricMemory | None = None
+    passed: Tensor | None = None
 
     @property
     def geometry(self) -> StepGeometry:
@@ -201,6 +211,7 @@ class FusedDecodeStepBuilder:
         *,
         eps: float,
         scale: float,
+        memory: SymmetricMemory | None = None,
     ) -> FusedDecodeStepWeights:
         """Weights with everything else that a step reads; on a GPU the kernel is loaded.
 
@@ -211,8 +222,10 @@ class FusedDecodeStepBuilder:
             ropes: see `FusedDecodeStepWeights`.
             eps: of all norms.
             scale: of the scores.
+            memory: from `share_memory`, where several GPUs share the model.
         """
         device = self.stream.data.device
+        assert (self.geometry.shape.ranks > 1) == (memory is not None), "ranks exchange sums"
         self.stream.forget_orders()
         weights = FusedDecodeStepWeights(
             self.stream,
@@ -225,12 +238,21 @@ class FusedDecodeStepBuilder:
             torch.empty(kernel.exchange_words(self.geometry), dtype=torch.int32, device=device),
             eps,
             scale,
+            memory,
+            None if memory is None else torch.zeros(CTAS, dtype=torch.int32, device=device),
         )
         if device.type == "cuda":
             kernel.load_fused_decode_step(
                 self.geometry, device, has_qk_norm=bool(head_norms), has_bias=bool(biases)
             )
         return weights
+
+
+def share_memory(
+    shape: DecoderShape, group: dist.ProcessGroup, device: torch.device, refusal: Refusal | None
+) -> SymmetricMemory | Refusal:
+    """Memory in which ranks exchange sums, or why there is none: `fused_device.share_memory`."""
+    return fused_device.share_memory(kernel.peer_bytes(shape), group, device, refusal)
 
 
 def make_one_copy(
@@ -315,6 +337,7 @@ def fused_decode_step(
             hint=f"Pass one token: (1, {hidden}) float32.",
         )
     if not x.is_cuda:
+        assert weights.memory is None, "of one process"
         return _fused_decode_step_torch(x[0], weights, caches, batch, groups)[None]
     out = torch.empty_like(x)
     weights.exchange.fill_(kernel.EXCHANGE_EMPTY)
@@ -337,6 +360,8 @@ def fused_decode_step(
         (batch.slot_mapping[groups[0]], batch.slot_mapping[groups[1]]),
         eps=weights.eps,
         scale=weights.scale,
+        memory=weights.memory,
+        passed=weights.passed,
     )
     kernel.launch_fused_decode_step(
         args,

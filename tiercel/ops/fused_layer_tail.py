@@ -12,13 +12,14 @@ from msgspec import Struct
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory, make_symmetric_memory
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
+from tiercel.kernels.fused import fused_device
 from tiercel.kernels.fused import fused_layer_tail as kernel
 from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
 from tiercel.kernels.fused.fused_layer_tail_geometry import Geometry, Matrix, partition_layer
-from tiercel.kernels.fused.fused_layer_tail_geometry import refuse_ranks as refuse_ranks
 from tiercel.kernels.fused.fused_layer_tail_geometry import refuse_width as refuse_width
 from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
+from tiercel.kernels.fused.fused_refusal import refuse_ranks as refuse_ranks
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.packed_repack import packed_repack
@@ -172,8 +173,7 @@ def share_memory(
         The memory, or why there is none, the same on all ranks.
     """
     num_bytes = kernel.peer_bytes(hidden, group.size())
-    made = make_symmetric_memory(num_bytes, group, device, refusal.reason if refusal else "")
-    return Refusal(made) if isinstance(made, str) else made
+    return fused_device.share_memory(num_bytes, group, device, refusal)
 
 
 def fused_layer_tail(

@@ -5,6 +5,11 @@ layer. They must run side by side, so the launch is cooperative: the driver refu
 cannot, and starts none before all can. Should a CTA come late all the same, the other CTAs stop
 waiting after seconds and the result is NaN, never a hang.
 
+Where several GPUs share a model, a launch on each does the same with its heads, its columns of o
+and of down and the rows that make their inputs, and they exchange sums through memory that all of
+them map: no launch and no barrier more. All ranks make the same launches in the same order; one
+waits for another for minutes.
+
 Floor: the weights' bytes and the cached keys and values once.
 """
 
@@ -18,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK_TOKENS,
     GROUP_WARPS,
@@ -26,6 +32,7 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     RECORD,
     TILE_KEYS,
     TYPES,
+    DecoderShape,
     StepGeometry,
 )
 from tiercel.kernels.fused.fused_refusal import CTAS, SMEM_BYTES
@@ -34,6 +41,7 @@ from tiercel.kernels.runtime import rtc
 THREADS = 640
 EXCHANGE_EMPTY = -1  # the value of exchange words before a launch
 LOG2_E = 1.4426950408889634
+_WORD_BYTES = 8  # of an output of o or down, with the count of layers
 
 
 def exchange_words(geometry: StepGeometry) -> int:
@@ -43,6 +51,11 @@ def exchange_words(geometry: StepGeometry) -> int:
     partials = shape.q_size // RECORD * geometry.splits * 9
     words = 4 * (3 * inputs // RECORD + partials) + shape.q_size + 2 * shape.kv_size
     return words + (2 * shape.hidden_size // RECORD if shape.has_update_norms else 0)
+
+
+def peer_bytes(shape: DecoderShape) -> int:
+    """Of each rank's memory for sums of all ranks: cuda/fused_decode_step_ranks.cuh."""
+    return 2 * shape.hidden_size * shape.ranks * _WORD_BYTES
 
 
 def cuda_source(
@@ -74,6 +87,7 @@ def cuda_source(
         ("WINDOW", shape.window),
         ("SLIDING_TILES", geometry.sliding_tiles),
         ("GATEUP_PARTS", geometry.most_pairs),
+        ("RANKS", shape.ranks),
     ]
     for phase, plan in zip(PHASES, geometry.plans, strict=True):
         name = phase.upper().replace("_", "")
@@ -89,7 +103,9 @@ def shares_table(geometry: StepGeometry) -> list[list[int]]:
 
 
 @functools.cache
-def _structures(num_layers: int) -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
+def _structures(
+    num_layers: int, ranks: int = 1
+) -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
     """Args and Caches of the source."""
     args = [
         *((name, ctypes.c_void_p) for name in ("stream", "starts", "shares", "norms")),
@@ -103,6 +119,9 @@ def _structures(num_layers: int) -> tuple[type[ctypes.Structure], type[ctypes.St
         ("score_scale", ctypes.c_float),
         ("types", ctypes.c_uint32 * num_layers),
     ]
+    if ranks > 1:
+        args += [("tp_rank", ctypes.c_int), ("peers", ctypes.c_void_p * ranks)]
+        args.append(("passed", ctypes.c_void_p))
     caches = [
         ("maps", rtc.TensorMap * (2 * num_layers)),
         ("planes", ctypes.c_void_p * (-(-2 * num_layers // 8) * 8)),  # to whole 64 bytes
@@ -154,6 +173,8 @@ def make_args(
     *,
     eps: float,
     scale: float,
+    memory: SymmetricMemory | None = None,
+    passed: Tensor | None = None,
 ) -> Any:
     """Args of the source. It holds addresses alone: the tensors must outlive the launch.
 
@@ -177,12 +198,18 @@ def make_args(
         slots: (1,) int64 of the new token, of both; negative writes nothing.
         eps: of all norms.
         scale: of the scores.
+        memory: `peer_bytes` of every rank, zeros before the first launch; None for one GPU.
+        passed: (CTAS,) int32, as `memory` zeros before the first launch; None for one GPU.
     """
     num_layers = len(geometry.masks)
     sliding = geometry.shape.sliding or (False,) * num_layers
     types = [mask | int(slides) << 18 for mask, slides in zip(geometry.masks, sliding, strict=True)]
     assert block_tables[0].shape == block_tables[1].shape, "of one batch"
-    return _structures(num_layers)[0](
+    ranks: tuple[Any, ...] = ()
+    if memory is not None and passed is not None:
+        addresses = (ctypes.c_void_p * len(memory.addresses))(*memory.addresses)
+        ranks = (memory.rank, addresses, passed.data_ptr())
+    return _structures(num_layers, geometry.shape.ranks)[0](
         *(tensor.data_ptr() for tensor in (stream, starts, shares, norms)),
         *(0 if tensor is None else tensor.data_ptr() for tensor in (head_norms, bias)),
         *(tensor.data_ptr() for tensor in (*ropes, x, out, exchange, position, seq_len, row)),
@@ -191,6 +218,7 @@ def make_args(
         eps,
         scale * LOG2_E,
         (ctypes.c_uint32 * num_layers)(*types),
+        *ranks,
     )
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from tiercel import env
-from tiercel.kernels.fused.fused_refusal import CTAS, Refusal
+from tiercel.kernels.fused.fused_refusal import CTAS, Refusal, refuse_ranks
 
 GROUPS, GROUP_WARPS = 4, 4  # of warps in a CTA; warps of one
 WARPS = GROUPS * GROUP_WARPS
@@ -72,6 +72,7 @@ class DecoderShape:
         has_update_norms: whether outputs of attention and MLP pass norms before they are added.
         window: tokens that sliding layers see; 0 without such layers.
         sliding: of each layer, whether it slides; empty if none does.
+        ranks: GPUs that share the decoder; its heads and `intermediate_size` are one's.
     """
 
     num_layers: int
@@ -86,6 +87,7 @@ class DecoderShape:
     has_update_norms: bool = False
     window: int = 0
     sliding: tuple[bool, ...] = ()
+    ranks: int = 1
 
     @property
     def q_size(self) -> int:
@@ -96,6 +98,17 @@ class DecoderShape:
     def kv_size(self) -> int:
         """Rows of k, and of v."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def matrix_sizes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each of `MATRICES`."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        sizes = dict.fromkeys(("k", "v"), (self.kv_size, hidden)) | {"q": (self.q_size, hidden)}
+        return sizes | {
+            "o": (hidden, self.q_size),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+        }
 
 
 class RowPlan(Struct, frozen=True):
@@ -227,7 +240,10 @@ class StepGeometry(Struct, frozen=True):
 def refuse_shape(shape: DecoderShape) -> Refusal | None:
     """Why a decoder's sizes do not fit the kernel; None if they do. Pure."""
     rules = (_refuse_multiples, _refuse_heads, _refuse_limits)
-    return next((found for rule in rules if (found := rule(shape)) is not None), None)
+    found = next((found for rule in rules if (found := rule(shape)) is not None), None)
+    if found is None or shape.ranks == 1:
+        return found or refuse_ranks(shape.ranks)
+    return Refusal(f"{found.reason} (of one of {shape.ranks} GPUs)")
 
 
 def _refuse_multiples(shape: DecoderShape) -> Refusal | None:
@@ -338,8 +354,7 @@ def partition(
     refusal = refuse_shape(shape)
     if refusal is not None:
         return refusal
-    columns = dict.fromkeys(MATRICES, shape.hidden_size)
-    columns |= {"o": shape.q_size, "down": shape.intermediate_size}
+    columns = {name: columns for name, (_, columns) in shape.matrix_sizes.items()}
     for index, layer in enumerate(layers):
         for name in MATRICES:
             reason = _refuse_types(list(dict.fromkeys(layer[name])), columns[name])
@@ -370,6 +385,7 @@ def _refuse_unmeasured(geometry: StepGeometry) -> Refusal | None:
         "norms of outputs": shape.has_update_norms,
         "sliding windows": any(shape.sliding),
         "the single layer of a draft head": shape.num_layers == 1,
+        f"sums over {shape.ranks} GPUs": shape.ranks > 1,
     }
     found = next((form for form, applies in forms.items() if applies), "")
     if not found or env.has_unmeasured_step():

@@ -20,7 +20,6 @@ from tiercel.kernels.fused.fused_refusal import (
 COLUMN = 256  # columns of a unit of weights
 GROUP, TILE = 32, 16  # rows
 MOST_ROUNDS = 2  # of groups of the residual, which a CTA keeps in registers
-MOST_RANKS = 8
 TYPES = ("Q4_K", "Q6_K")
 # One token of width 1024 is 5% slower than kernel by kernel, steps of 8 and 16 are 8 and 12% faster
 # (H200, results/bench_speed_chain_more_h200.json); a layer of width 8192 is up to 4% slower with
@@ -150,13 +149,6 @@ def refuse_width(hidden: int) -> Refusal | None:
     return Refusal(
         f"hidden_size is {hidden}; below {low} and from {high} on single kernels are as fast"
     )
-
-
-def refuse_ranks(ranks: int) -> Refusal | None:
-    """Why so many GPUs cannot exchange sums in the kernel; None if they can."""
-    if ranks <= MOST_RANKS:
-        return None
-    return Refusal(f"{ranks} GPUs share the model, more than {MOST_RANKS}")
 
 
 def partition_layer(

@@ -10,6 +10,7 @@ from msgspec import Struct
 CAPABILITY = (9, 0)
 CTAS = 128  # that must run side by side, one an SM
 SMEM_BYTES = 227 << 10  # all that a CTA can have
+MOST_RANKS = 8  # GPUs of a host that exchange sums within a kernel
 
 
 class Refusal(Struct, frozen=True):
@@ -34,3 +35,10 @@ def refuse_gpu(capability: tuple[int, int], num_sms: int, smem_bytes: int) -> Re
     if smem_bytes < SMEM_BYTES:
         return Refusal(f"a CTA can have {smem_bytes} bytes of shared memory, not {SMEM_BYTES}")
     return None
+
+
+def refuse_ranks(ranks: int) -> Refusal | None:
+    """Why so many GPUs cannot exchange sums in a kernel; None if they can."""
+    if ranks <= MOST_RANKS:
+        return None
+    return Refusal(f"{ranks} GPUs share the model, more than {MOST_RANKS}")

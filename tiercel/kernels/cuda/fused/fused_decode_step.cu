@@ -20,14 +20,15 @@
 // buffer is written again one layer later, after every CTA has passed exchanges that need all CTAs.
 // Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become
 // NaN. So a step ends even if CTAs do not run side by side.
+// Several GPUs that share a model: fused_decode_step_ranks.cuh.
 //
 // Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, HAS_UPDATE_NORMS, IS_GELU (else SiLU),
 // TYPES (a bit each that a matrix has), CTAS, GROUPS of GROUP_WARPS warps,
 // HEAD (its width), KV_HEADS, SHARERS (groups of query heads of a key/value head), HEADS (query heads
 // of such a group), SPLITS (its CTAs), TILE (keys of a tile, 8 for each warp of a group), PAGE (tokens
 // of a cache block), MOST_TILES (of a group), WINDOW (tokens that sliding layers see; 0 without such
-// layers), SLIDING_TILES (MOST_TILES of those), GATEUP_PARTS (most groups of 32 pairs of a CTA), and plans of
-// fused_decode_step_plan.cuh.
+// layers), SLIDING_TILES (MOST_TILES of those), GATEUP_PARTS (most groups of 32 pairs of a CTA), RANKS
+// (GPUs that share the model; heads and INNER are one's), and plans of fused_decode_step_plan.cuh.
 #include "fused/fused_decode_step_attention.cuh"
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"
@@ -52,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       store_shared<u32>(smem + Layout::NEW_SLOT + 8 * i + 4, (u32)(slot >> 32));
     }
     store_shared<u32>(smem + Layout::NUM_KEYS, *g.seq_len - 1);
+    count_layers(g, smem);
   }
   if (tid < HEAD) {
     const long long at = (long long)*g.position * HEAD + tid;
@@ -103,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int layer = phase >> 2, kind = phase & 3;
     const int own = lane_id();
     float norm = 0;  // weight of the norm that follows, fetched long before it is needed
-    if (!HAS_UPDATE_NORMS && warp % GROUP_WARPS == 0 &&
+    if (!FINISHES_LATER && warp % GROUP_WARPS == 0 &&
         (kind == O_PROJ || (kind == DOWN && layer < LAYERS - 1))) {
       const u32 at = 32 * (blockIdx.x + CTAS * (warp / GROUP_WARPS)) + own;
       if (at < HIDDEN)
@@ -122,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       multiply_by(GATEUP);
     else
       multiply_by(DOWN);
-    if (HAS_UPDATE_NORMS && (kind == O_PROJ || kind == DOWN))
+    if (FINISHES_LATER && (kind == O_PROJ || kind == DOWN))
       finish_update(g, unknown(smem), layer, unknown(kind), unknown(warp), unknown(own), residual);
     if (kind != QKV) continue;
     attention(g, caches, unknown(smem), layer, unknown(warp), unknown(own), taker);

@@ -11,7 +11,10 @@
 #define IN_FLIGHT_NOW 2    // copies in flight of a group while it fetches what is being computed
 #define IN_FLIGHT_AHEAD 1  // ... while running ahead: longer queues delay the exchange
 #define TILE_SLOTS (HEAD > 128 ? HEAD / 128 : 1)  // slots of a tile of K, and of V
-#define MOST_TICKS 2       // of the clock's upper half, 2.2 s each; no step takes as long
+// Of the clock's upper half, 2.2 s each: no step takes as long, but another GPU may be late.
+#define MOST_TICKS (RANKS > 1 ? 256 : 2)
+// What o and down add to the residual is known only when all CTAs, or other GPUs, have theirs.
+#define FINISHES_LATER (HAS_UPDATE_NORMS || RANKS > 1)
 #define START_MAX (-1e30f)  // finite, so that a warp without keys ends with sum 0, not NaN
 #define HIDDEN_PARTS ((HIDDEN / 32 + CTAS - 1) / CTAS)  // most groups of 32 outputs of o of a CTA
 
@@ -38,6 +41,11 @@ struct Args {
   float eps, score_scale;   // scale * log2(e)
   // Of q, k, v, o, gate and up, down: lowest bits of `Type`, the next, the last; then whether it slides.
   u32 types[LAYERS];
+#if RANKS > 1
+  int tp_rank;
+  u8* peers[RANKS];         // memory of each rank: fused_decode_step_ranks.cuh
+  u32* passed;              // (CTAS), layers before this launch; a CTA's own
+#endif
 };
 struct Caches {
   TMap maps[LAYERS][2];     // K, V: (tokens, KV_HEADS, HEAD) in boxes of (TILE, 1, 64)
@@ -100,7 +108,8 @@ struct Rest {  // behind the rings
   static constexpr int NEW_SLOT = RESULTS + Sizes::RESULTS;
   static constexpr int COMPUTING = NEW_SLOT + (WINDOW ? 16 : 8), LOST = COMPUTING + 4, START = LOST + 4;
   static constexpr int NUM_KEYS = START + 4, SHARES = NUM_KEYS + 4;
-  static constexpr int BARS = (SHARES + 4 * (1 + GATEUP_PARTS) + 7) & ~7;
+  static constexpr int EPOCH = SHARES + 4 * (1 + GATEUP_PARTS);
+  static constexpr int BARS = (EPOCH + (RANKS > 1 ? 4 : 0) + 7) & ~7;
 };
 constexpr int SMEM_BYTES = 232448;  // of an SM, for a CTA
 constexpr int RINGS = (SMEM_BYTES - Rest::BARS) / (GROUPS * (SLOT + 16));
@@ -117,7 +126,8 @@ struct Layout {
   static constexpr int RESULTS = AT + Rest::RESULTS, NEW_SLOT = AT + Rest::NEW_SLOT;
   static constexpr int COMPUTING = AT + Rest::COMPUTING, LOST = AT + Rest::LOST;
   static constexpr int START = AT + Rest::START, NUM_KEYS = AT + Rest::NUM_KEYS;
-  static constexpr int SHARES = AT + Rest::SHARES, BARS = AT + Rest::BARS;
+  static constexpr int SHARES = AT + Rest::SHARES, EPOCH = AT + Rest::EPOCH;
+  static constexpr int BARS = AT + Rest::BARS;
 };
 
 // ---- exchange

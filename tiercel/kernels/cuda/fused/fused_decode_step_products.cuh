@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fused/fused_decode_step_exchange.cuh"
+#include "fused/fused_decode_step_ranks.cuh"
 #include "fused/fused_decode_step_units32.cuh"
 
 // ---- the stream
@@ -212,54 +213,15 @@ DEV void hand_on(const Args& g, u32 smem, int layer, int kind, int part, int rec
             (layer + (kind == DOWN)) & 3, lane);
   }
 }
-// A part of a matrix is done: one warp makes a record of its 32 outputs. residual, norm: of that
-// warp's part of o and down. Updates that pass a norm wait for those of all CTAs: their sums of
-// squares travel first, see finish_update.
-DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int warp, int lane,
-                     float& residual, float norm) {
-  if (warp != GROUP_WARPS * (part % GROUPS)) {
-    bar_arrive(4 + part, CONSUMERS);
-    return;
-  }
-  const bool adds = kind != GATEUP;
-  const float rms = adds ? 1 : make_rms(input_of(smem, kind, 0).squares, g.eps, lane);
-  bar_sync(4 + part, CONSUMERS);
-  const Plan p = plan_of(kind);
-  const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows;
-  float v;
-  int record;
-  if (adds) {
-    v = sum_results(results + 4 * lane, p.across, 32);
-    record = CTAS * part + (int)blockIdx.x;
-    if (HAS_UPDATE_NORMS) {
-      float squares = v * v;
-      for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
-      u32* to = reinterpret_cast<u32*>(g.exchange + squares_at(kind)) + record;
-      if (lane == 0) store_relaxed_word(to, (__float_as_uint(squares) & ~3u) | (layer & 3));
-      return;
-    }
-    v = residual = residual + v;
-  } else {
-    const float gate = rms * sum_results(results + 8 * lane, p.across, 64);
-    // GELU with tanh: 0.5 (1 + tanh z) is the sigmoid of 2 z, here 2 sqrt(2 / pi) (x + 0.044715 x^3).
-    const float turn = IS_GELU ? 1.5957691f * gate * (1.f + 0.044715f * gate * gate) : gate;
-    v = gate / (1.f + __expf(-turn)) * rms * sum_results(results + 8 * lane + 4, p.across, 64);
-    record = (int)load_shared<u32>(smem + Layout::SHARES + 4 * (1 + part));
-  }
-  hand_on(g, smem, layer, kind, part, record, lane, v, norm, adds);
+// The sum of squares of 32 outputs of o or down to the warps that norm them.
+DEV void send_squares(const Args& g, int layer, int kind, int record, int lane, float v) {
+  float squares = v * v;
+  for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+  u32* to = reinterpret_cast<u32*>(g.exchange + squares_at(kind)) + record;
+  if (lane == 0) store_relaxed_word(to, (__float_as_uint(squares) & ~3u) | (layer & 3));
 }
-// Norms an update once the sums of squares of all parts are there, adds it and hands it on: the first
-// warp of group i its part i. After `multiply`: a warp that waited within it would hold up parts of its
-// own CTA. Weights are read while it waits: registers that kept them longer would be spilled.
-DEV void finish_update(const Args& g, u32 smem, int layer, int kind, int warp, int lane,
-                       float& residual) {
-  const int part = warp / GROUP_WARPS, record = CTAS * part + (int)blockIdx.x;
-  if (warp % GROUP_WARPS != 0 || record >= HIDDEN / 32) return;
-  const float* norms = g.norms + (NORMS * layer * HIDDEN + 32 * record + lane);
-  const float update_norm = __ldg(norms + (kind == O_PROJ ? 2 : 3) * HIDDEN);
-  float norm = 0;
-  if (kind == O_PROJ || layer < LAYERS - 1)
-    norm = __ldg(norms + (kind == O_PROJ ? 1 : NORMS) * HIDDEN);
+// The sum of squares of all outputs.
+DEV float receive_squares(const Args& g, u32 smem, int layer, int kind, int lane) {
   const uint4* words = g.exchange + squares_at(kind);
   const u32 tag = layer & 3;
   constexpr int VECTORS = HIDDEN / 128, ROUNDS = (VECTORS + 31) / 32;
@@ -281,10 +243,64 @@ DEV void finish_update(const Args& g, u32 smem, int layer, int kind, int warp, i
       t += __uint_as_float(raw[k].x & ~3u) + __uint_as_float(raw[k].y & ~3u) +
            __uint_as_float(raw[k].z & ~3u) + __uint_as_float(raw[k].w & ~3u);
   for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
+  return t;
+}
+// A part of a matrix is done: one warp makes a record of its 32 outputs. residual, norm: of that
+// warp's part of o and down. Updates that are parts of sums over GPUs travel first, and so do sums of
+// squares of those that pass a norm: see finish_update.
+DEV void finish_part(const Args& g, u32 smem, int layer, int kind, int part, int warp, int lane,
+                     float& residual, float norm) {
+  if (warp != GROUP_WARPS * (part % GROUPS)) {
+    bar_arrive(4 + part, CONSUMERS);
+    return;
+  }
+  const bool adds = kind != GATEUP;
+  const float rms = adds ? 1 : make_rms(input_of(smem, kind, 0).squares, g.eps, lane);
+  bar_sync(4 + part, CONSUMERS);
   const Plan p = plan_of(kind);
   const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows;
-  const float update = sum_results(results + 4 * lane, p.across, 32);
-  residual += update * rsqrtf(t * (1.f / HIDDEN) + g.eps) * update_norm;
+  float v;
+  int record;
+  if (adds) {
+    v = sum_results(results + 4 * lane, p.across, 32);
+    record = CTAS * part + (int)blockIdx.x;
+    if (RANKS > 1) return send_sums(g, smem, layer, kind, record, lane, v);
+    if (HAS_UPDATE_NORMS) return send_squares(g, layer, kind, record, lane, v);
+    v = residual = residual + v;
+  } else {
+    const float gate = rms * sum_results(results + 8 * lane, p.across, 64);
+    // GELU with tanh: 0.5 (1 + tanh z) is the sigmoid of 2 z, here 2 sqrt(2 / pi) (x + 0.044715 x^3).
+    const float turn = IS_GELU ? 1.5957691f * gate * (1.f + 0.044715f * gate * gate) : gate;
+    v = gate / (1.f + __expf(-turn)) * rms * sum_results(results + 8 * lane + 4, p.across, 64);
+    record = (int)load_shared<u32>(smem + Layout::SHARES + 4 * (1 + part));
+  }
+  hand_on(g, smem, layer, kind, part, record, lane, v, norm, adds);
+}
+// Adds an update once it is known, and hands it on: the first warp of group i its part i. Ranks'
+// parts are added first; a norm needs the sums of squares of all CTAs. After `multiply`: a warp that
+// waited within it would hold up parts of its own CTA. Weights are read while it waits: registers that
+// kept them longer would be spilled.
+DEV void finish_update(const Args& g, u32 smem, int layer, int kind, int warp, int lane,
+                       float& residual) {
+  const int part = warp / GROUP_WARPS, record = CTAS * part + (int)blockIdx.x;
+  if (warp % GROUP_WARPS != 0 || record >= HIDDEN / 32) return;
+  const float* norms = g.norms + (NORMS * layer * HIDDEN + 32 * record + lane);
+  const float update_norm = HAS_UPDATE_NORMS ? __ldg(norms + (kind == O_PROJ ? 2 : 3) * HIDDEN) : 1;
+  float norm = 0;
+  if (kind == O_PROJ || layer < LAYERS - 1)
+    norm = __ldg(norms + (kind == O_PROJ ? 1 : NORMS) * HIDDEN);
+  const Plan p = plan_of(kind);
+  const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows + 4 * lane;
+  float update = 0, squares = 0;
+  if (RANKS > 1) {
+    update = sum_results(results, p.across, 32);
+    update = add_ranks(g, smem, layer, kind, record, lane, update);
+    if (HAS_UPDATE_NORMS) send_squares(g, layer, kind, record, lane, update);
+  }
+  if (HAS_UPDATE_NORMS) squares = receive_squares(g, smem, layer, kind, lane);
+  if (RANKS == 1) update = sum_results(results, p.across, 32);
+  if (HAS_UPDATE_NORMS) update = update * rsqrtf(squares * (1.f / HIDDEN) + g.eps) * update_norm;
+  residual += update;
   hand_on(g, smem, layer, kind, part, record, lane, residual, norm, true);
 }
 // Units that a warp loads while it waits for their inputs. Two are faster but where units have several
