@@ -164,6 +164,7 @@ def _gpu_facts(source: ModelSource, rank: Sharding) -> dict[str, Any]:
     """
     from tiercel.config import LoadOptions
     from tiercel.models.footprint import cache_bytes, gpus_that_fit, weight_footprint
+    from tiercel.models.fused_paths import step_copy_bytes
 
     dtype = source.family.auto_dtypes.get("cuda", _DTYPES[source.format != "gguf"])
     weights = weight_footprint(source, dtype, "cuda", sharding=rank)
@@ -177,6 +178,7 @@ def _gpu_facts(source: ModelSource, rank: Sharding) -> dict[str, Any]:
         "dtype": dtype,
         "split_weight_bytes": weights.nbytes - weights.whole_bytes,
         "whole_weight_bytes": weights.whole_bytes,
+        "step_copy_bytes": step_copy_bytes(source, rank),
         "kv_bytes_full_context": kept,
         "bytes_per_gpu": weights.nbytes + kept,
         "fits": {
@@ -351,6 +353,8 @@ def _print_gpus(gpus: Mapping[str, Any] | None, context: int) -> None:
     write(f"\nEach of {gpus['tensor_parallel_size']} GPUs ({kind}, {gpus['dtype']})\n")
     _print_row("its part of weights", _size(gpus["split_weight_bytes"]))
     _print_row("weights on every GPU", _size(gpus["whole_weight_bytes"]))
+    if gpus["step_copy_bytes"]:
+        _print_row("and for a fused step", _size(gpus["step_copy_bytes"]))
     _print_row(f"all {context} tokens", _size(gpus["kv_bytes_full_context"]))
     _print_row("together", _size(gpus["bytes_per_gpu"]))
     for name, sizes in gpus["fits"].items():

@@ -135,12 +135,13 @@ def _find_room_for_copies(
         OutOfMemoryError: weights and one sequence do not fit even without them.
     """
     device = config.device
+    sharding = sharding_of(config, peers.rank)
     measure = partial(
         weight_footprint,
         source,
         device_type=device.type,
         has_draft_head=config.spec.has_head,
-        sharding=sharding_of(config, peers.rank),
+        sharding=sharding,
     )
     needed, *others = (
         Demand(
@@ -156,7 +157,8 @@ def _find_room_for_copies(
     left = peers.least("memory for weights", budget.left())
     has_dense = measure(dtype=name, dense_copies=True).nbytes <= COPIES_SHARE * left
     return has_dense, (
-        has_dense or measure(dtype=name).nbytes + step_copy_bytes(source) <= STEP_COPY_SHARE * left
+        has_dense
+        or measure(dtype=name).nbytes + step_copy_bytes(source, sharding) <= STEP_COPY_SHARE * left
     )
 
 

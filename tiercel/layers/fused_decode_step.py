@@ -1,7 +1,8 @@
 """All layers of a decoder as one kernel for a step of a single token.
 
 Its weights are in the order in which it reads them: a second copy, made from the layers that serve
-all other steps, or the only one, which those read too (`TIERCEL_ONE_COPY`).
+all other steps, or the only one, which those read too (`TIERCEL_ONE_COPY`). Where ranks share the
+decoder, each has its part of the weights, and all of them use the kernel or none does.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from tiercel.ops.fused_decode_step import (
     FusedDecodeStepCaches,
     FusedDecodeStepWeights,
     Refusal,
+    StepGeometry,
     fused_decode_step,
     prepare_caches,
     refuse_device,
+    refuse_ranks,
     refuse_shape,
     select_geometry,
+    share_memory,
 )
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.packed_repack import packed_repack
+from tiercel.parallel import SINGLE, Group
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
@@ -82,19 +87,36 @@ def make_fused_decode_step(
     eps: float,
     device: torch.device,
     builder: FusedDecodeStepBuilder | None = None,
+    group: Group = SINGLE,
+    refusal: Refusal | None = None,
 ) -> FusedDecodeStep | Refusal:
     """Copy the layers' weights for the kernel, or say why it does not fit shape, device or types.
 
     Args:
         layers: all of a decoder, of one shape.
-        shape: of the decoder.
+        shape: of the decoder, or of a rank's part.
         eps: of all norms.
         device: where the weights are.
         builder: has all matrices already, which the layers read there; None to copy theirs.
+        group: ranks that share the model; all of them call it.
+        refusal: why this rank has no copy, perhaps unlike the others.
     """
-    made = builder or _copy(layers, shape, device)
-    if isinstance(made, Refusal):
-        return made
+    refusal = refusal or refuse_shape(shape)
+    common = None if builder is not None else _refuse_place(device, group)
+    if common is not None:  # on all ranks
+        return refusal or common
+    plan = builder or refusal or _plan(layers, shape)
+    memory = None
+    if group.processes is not None:
+        # Ranks may have parts of other widths; all go one way, or sums would wait for ever.
+        own = plan if isinstance(plan, Refusal) else None
+        shared = share_memory(shape, group.processes, device, own)
+        if isinstance(shared, Refusal):
+            return shared
+        memory = shared
+    if isinstance(plan, Refusal):
+        return plan
+    made = _copy(plan, device) if isinstance(plan, _Plan) else plan
     norms: list[Tensor] = []
     head_norms: list[Tensor] = []
     biases: list[Tensor] = []
@@ -112,27 +134,41 @@ def make_fused_decode_step(
             _rope_tables(layers, shape),
             eps=eps,
             scale=attention.shape.scale,
+            memory=memory,
         )
     )
 
 
-def _copy(
-    layers: Sequence[StepLayer], shape: DecoderShape, device: torch.device
-) -> FusedDecodeStepBuilder | Refusal:
-    """The layers' matrices a second time."""
-    refusal = refuse_shape(shape) or refuse_device(device)
-    if refusal is not None:
-        return refusal
+def _refuse_place(device: torch.device, group: Group) -> Refusal | None:
+    """Why no decoder's step runs here; the same on all ranks."""
+    refusal = refuse_device(device) or refuse_ranks(group.size)
+    if refusal is None and group.size > 1 and group.small_sums is None:
+        return Refusal(f"{group.size} GPUs share the model and no memory")
+    return refusal
+
+
+class _Plan(Struct, frozen=True):
+    """What is to be copied, and how it is dealt out."""
+
+    geometry: StepGeometry
+    layers: tuple[dict[str, _Rows], ...]
+
+
+def _plan(layers: Sequence[StepLayer], shape: DecoderShape) -> _Plan | Refusal:
+    """The layers' matrices, or why they do not fit."""
     cuts = [_cut(layer, shape) for layer in layers]
     known = [cut for cut in cuts if cut is not None]
     if len(known) < len(cuts):
         return Refusal(f"a matrix of layer {cuts.index(None)} is not packed")
     types = [{name: part.qtypes for name, part in cut.items()} for cut in known]
     geometry = select_geometry(shape, types)
-    if isinstance(geometry, Refusal):
-        return geometry
-    builder = FusedDecodeStepBuilder(geometry, device)
-    for index, cut in enumerate(known):
+    return geometry if isinstance(geometry, Refusal) else _Plan(geometry, tuple(known))
+
+
+def _copy(plan: _Plan, device: torch.device) -> FusedDecodeStepBuilder:
+    """The layers' matrices a second time."""
+    builder = FusedDecodeStepBuilder(plan.geometry, device)
+    for index, cut in enumerate(plan.layers):
         builder.add(index, {name: part.in_file_layout() for name, part in cut.items()})
     return builder
 

@@ -181,17 +181,14 @@ class DecoderBuilder:
             last_update_norm: after the last layer's MLP, if there is one.
             resting: where the layers' weights are, if that is their only copy.
         """
-        if self.group.size > 1:
-            return Refusal(f"{self.group.size} GPUs share the model")
         switch = switched_off().get("fused_decode_step")
         if switch is not None:
             return switch
         is_copied = self.weights.device.type == "cuda" and resting is None
-        if is_copied and not self.weights.step_copy:
-            return Refusal("there is no memory for a second copy of the weights")
+        has_room = self.weights.step_copy or not is_copied
         sliding = tuple(layer.attention.shape.window > 0 for layer in layers)
         shape = replace(
-            decoder_shape(self.config, self.num_positions),
+            decoder_shape(self.config, self.num_positions, self.weights.sharding),
             num_layers=len(layers),
             sliding=sliding,
         )
@@ -212,7 +209,13 @@ class DecoderBuilder:
                 )
             )
         return make_fused_decode_step(
-            parts, shape, self.config.norm_eps, self.weights.device, resting
+            parts,
+            shape,
+            self.config.norm_eps,
+            self.weights.device,
+            resting,
+            self.group,
+            None if has_room else Refusal("there is no memory for a second copy of the weights"),
         )
 
     def fused_tail(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | Refusal:

@@ -18,6 +18,8 @@ from tiercel.kernels.fused import fused_decode_step_geometry, fused_layer_tail_g
 from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape, StepGeometry
 from tiercel.kernels.fused.fused_layer_tail_geometry import Matrix
 from tiercel.kernels.fused.fused_refusal import Refusal
+from tiercel.models.sharding import WHOLE, Sharding
+from tiercel.quant_types import QuantType
 
 if TYPE_CHECKING:
     from tiercel.models.config import ModelConfig
@@ -33,19 +35,22 @@ _STEP_PARTS: Final = {
 _LOG: Final = logging.getLogger(__name__)
 
 
-def decoder_shape(config: ModelConfig, max_tokens: int) -> DecoderShape:
-    """A decoder as the kernel of whole steps sees it.
+def decoder_shape(config: ModelConfig, max_tokens: int, sharding: Sharding = WHOLE) -> DecoderShape:
+    """A decoder, or a rank's part of it, as the kernel of whole steps sees it.
 
     Args:
         config: of the model.
         max_tokens: of a context.
+        sharding: of the rank.
     """
+    first_kv_head, last_kv_head = sharding.kv_part(config.num_kv_heads)
+    first, last = sharding.inner_part(config.intermediate_size)
     return DecoderShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        intermediate_size=last - first,
+        num_heads=config.num_heads // sharding.size,
+        num_kv_heads=last_kv_head - first_kv_head,
         head_dim=config.head_dim,
         rotary_dim=config.rope.rotary_dim,
         max_tokens=max_tokens,
@@ -53,6 +58,7 @@ def decoder_shape(config: ModelConfig, max_tokens: int) -> DecoderShape:
         has_update_norms=config.sandwich_norms,
         window=config.sliding_window if "sliding" in config.layer_types else 0,
         sliding=tuple(kind == "sliding" for kind in config.layer_types),
+        ranks=sharding.size,
     )
 
 
@@ -97,12 +103,15 @@ def _refuse_step(source: ModelSource) -> Refusal | None:
     return found if isinstance(found, Refusal) else None
 
 
-def step_geometry(source: ModelSource, max_tokens: int) -> StepGeometry | Refusal:
+def step_geometry(
+    source: ModelSource, max_tokens: int, sharding: Sharding = WHOLE
+) -> StepGeometry | Refusal:
     """How the kernel of whole steps deals out a dense decoder, or why it does not fit.
 
     Args:
         source: a checked file.
         max_tokens: of a context.
+        sharding: of the rank whose part it is.
     """
     config = source.config
     types = [
@@ -112,22 +121,32 @@ def step_geometry(source: ModelSource, max_tokens: int) -> StepGeometry | Refusa
         }
         for index in range(config.num_layers)
     ]
-    return fused_decode_step_geometry.select_geometry(decoder_shape(config, max_tokens), types)
+    shape = decoder_shape(config, max_tokens, sharding)
+    return fused_decode_step_geometry.select_geometry(shape, types)
 
 
-def step_copy_bytes(source: ModelSource) -> int:
+def step_copy_bytes(source: ModelSource, sharding: Sharding = WHOLE) -> int:
     """Bytes of the copy of its own that the fused decode step takes on a Hopper GPU, in float16.
 
     0 where it does not fit the model or is switched off, or where one copy serves every kernel.
+
+    Args:
+        source: a checked file.
+        sharding: of the rank whose part it is.
     """
     if source.stored or FUSED_PATHS[0] in switched_off():
         return 0
-    geometry = step_geometry(source, source.config.max_position)
-    if isinstance(geometry, Refusal) or (env.has_one_copy() and not geometry.unread_types):
+    geometry = step_geometry(source, source.config.max_position, sharding)
+    if isinstance(geometry, Refusal):
         return 0
-    parts = ("q", "k", "v", "o", "gate", "up", "down")
-    names = [f"layers.{i}.{part}.weight" for i in range(source.config.num_layers) for part in parts]
-    return sum(source.tensors[source.names[name]].nbytes for name in names)
+    if env.has_one_copy() and not geometry.unread_types and sharding.size == 1:
+        return 0
+    sizes = geometry.shape.matrix_sizes
+    return sum(
+        rows * QuantType[geometry.qtype(layer, name)].row_bytes(columns)
+        for layer in range(len(geometry.masks))
+        for name, (rows, columns) in sizes.items()
+    )
 
 
 def _refuse_tails(source: ModelSource, num_sms: int) -> Refusal | None:
