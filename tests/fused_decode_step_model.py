@@ -163,36 +163,34 @@ def cut_columns(tensor, first, last):
     return QuantTensor(kind, tensor.layout, (len(data), last - first), {"data": data})
 
 
-def shard_model(model, memories):
-    """The weights of each rank, which has one of `memories`, and its key/value heads."""
-    whole, ranks = model.weights.geometry, len(memories)
+def shard_model(model, rank, memory):
+    """The weights of a rank with its `memory` of all, and its key/value heads."""
+    whole, ranks = model.weights.geometry, len(memory.addresses)
     shape = shape_of_ranks(whole.shape, ranks)
-    geometry = make_geometry(shape, whole.masks)
-    found = []
-    for rank, memory in enumerate(memories):
-        builder = FusedDecodeStepBuilder(geometry, model.weights.stream.data.device)
-        heads = Sharding(rank, ranks).kv_part(whole.shape.num_kv_heads)
-        parts = dict.fromkeys(("k", "v"), slice(*(shape.head_dim * head for head in heads)))
-        parts["q"] = slice(rank * shape.q_size, (rank + 1) * shape.q_size)
-        inner = (rank * shape.intermediate_size, (rank + 1) * shape.intermediate_size)
-        biases = []
-        for index, layer in enumerate(model.layers):
-            cuts = {name: [layer[name].rows(part.start, part.stop)] for name, part in parts.items()}
-            cuts["o"] = [cut_columns(layer["o"], parts["q"].start, parts["q"].stop)]
-            cuts["gate_up"] = [layer[name].rows(*inner) for name in ("gate", "up")]
-            builder.add(index, cuts | {"down": [cut_columns(layer["down"], *inner)]})
-            if "q_bias" in layer:
-                biases.append(torch.cat([layer[f"{name}_bias"][parts[name]] for name in "qkv"]))
-        weights = model.weights
-        head_norms = () if weights.head_norms is None else weights.head_norms.flatten(0, 1)
-        finished = builder.finish(
-            list(weights.norms),
-            list(head_norms),
-            biases,
-            weights.ropes,
-            eps=weights.eps,
-            scale=weights.scale,
-            memory=memory,
-        )
-        found.append((finished, slice(*heads)))
-    return found
+    builder = FusedDecodeStepBuilder(
+        make_geometry(shape, whole.masks), model.weights.stream.data.device
+    )
+    heads = Sharding(rank, ranks).kv_part(whole.shape.num_kv_heads)
+    parts = dict.fromkeys(("k", "v"), slice(*(shape.head_dim * head for head in heads)))
+    parts["q"] = slice(rank * shape.q_size, (rank + 1) * shape.q_size)
+    inner = (rank * shape.intermediate_size, (rank + 1) * shape.intermediate_size)
+    biases = []
+    for index, layer in enumerate(model.layers):
+        cuts = {name: [layer[name].rows(part.start, part.stop)] for name, part in parts.items()}
+        cuts["o"] = [cut_columns(layer["o"], parts["q"].start, parts["q"].stop)]
+        cuts["gate_up"] = [layer[name].rows(*inner) for name in ("gate", "up")]
+        builder.add(index, cuts | {"down": [cut_columns(layer["down"], *inner)]})
+        if "q_bias" in layer:
+            biases.append(torch.cat([layer[f"{name}_bias"][parts[name]] for name in "qkv"]))
+    weights = model.weights
+    head_norms = () if weights.head_norms is None else weights.head_norms.flatten(0, 1)
+    own = builder.finish(
+        list(weights.norms),
+        list(head_norms),
+        biases,
+        weights.ropes,
+        eps=weights.eps,
+        scale=weights.scale,
+        memory=memory,
+    )
+    return own, slice(*heads)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +35,7 @@ from tiercel.kernels.fused import fused_device
 from tiercel.kernels.fused.fused_refusal import Refusal
 from tiercel.ops import fused_decode_step as op
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SHAPES = {
     "few": make_shape(hidden=512, inner=1024, heads=8, kv_heads=4),
@@ -50,7 +55,7 @@ def build_source(tmp_path_factory):
         is_biased = name == "shared"
         model = make_model(masks, SHAPES[name], has_qk_norm=not is_biased, has_bias=is_biased)
         memories = share_here(shape_of_ranks(SHAPES[name], size))
-        ranks = shard_model(model, memories)
+        ranks = [shard_model(model, rank, memory) for rank, memory in enumerate(memories)]
         weights, _ = ranks[0]
         folder = tmp_path_factory.mktemp("ranks")
         library = fused_decode_step_on_cpu.build(
@@ -161,3 +166,11 @@ def test_ranks_agree_on_their_memory(refusal, monkeypatch):
     found = op.share_memory(shape, None, CPU, refusal)
     assert told == [(2 * 16 * 2 * 256, refusal.reason if refusal else "")]
     assert found == Refusal("a rank wants none" if refusal else "memory")
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+def test_two_gpus_have_the_bits_of_each_other_and_the_step_of_one():
+    command = [sys.executable, "-m", "tests.fused_decode_step_on_gpus"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, cwd=ROOT, env=environment, timeout=300).returncode == 0

@@ -1,14 +1,19 @@
 """Two GPUs that share a model: NCCL, CUDA graphs, and the ids of one GPU."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from tests.dsv4_engine import Steps
 from tests.dsv4_files import TINY
+from tests.engine.test_gpu_fused_decode_step import NMSE
+from tests.engine.wide_model import write_wide_model
 from tests.gguf_files import tiny_model
 from tests.parallel.ranks import rank_pool
 from tests.parallel.shared_models import FINITE, compute, load_shared, write_v4
+from tiercel.ops.all_reduce import make_small_all_reduce
 from tiercel.parallel import SINGLE
 
 pytestmark = pytest.mark.multigpu
@@ -97,3 +102,32 @@ def test_replays_of_a_graph_are_eager_steps(two_gpus, tmp_path, family):
     (first, logits), (second, others) = two_gpus.run(replay, path, dtype)
     assert first == second == [(True, True)] * 8
     assert np.array_equal(logits, others)
+
+
+def single_tokens(group, path):
+    """Which kernel steps of one token take, and their logits after a prompt."""
+    device = torch.device("cuda", group.rank)
+    if group.size > 1:
+        group = replace(group, small_sums=make_small_all_reduce(group.processes, device))
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setenv("TIERCEL_MEGAKERNEL", "1")
+        model, _ = load_shared(group, path, device, torch.float16)
+        steps = Steps(model, [list(range(5, 105))], device=device, unwritten=FINITE)
+        steps.step({0: 60})
+        logits = [model.logits(steps.step({0: 1})[1]).clone() for _ in range(40)]
+    return model.fused_paths["fused_decode_step"], torch.cat(logits).cpu().numpy()
+
+
+def test_single_tokens_in_one_kernel(two_gpus, tmp_path):
+    """Where a token's lead exceeds what rounding moves, it is that of one GPU."""
+    path = write_wide_model(tmp_path / "m.gguf")
+    (used, logits), (others_used, others) = two_gpus.run(single_tokens, path)
+    alone_used, alone = single_tokens(SINGLE, path)
+    assert {used, others_used, alone_used} == {"used"}
+    assert np.array_equal(logits, others)
+    errors = ((logits - alone) ** 2).sum(1) / (alone**2).sum(1)
+    assert errors.max() <= NMSE
+    lead = np.diff(np.sort(alone, axis=1)[:, -2:], axis=1)[:, 0]
+    is_clear = lead > 2 * np.abs(logits - alone).max(axis=1)
+    assert is_clear.any()
+    assert np.array_equal(logits.argmax(1)[is_clear], alone.argmax(1)[is_clear])
