@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.fused_decode_step_model import EPS, SCALE, V_AND_DOWN, make_model, make_shape
+from tests.fused_decode_step_model import (
+    EPS,
+    SCALE,
+    V_AND_DOWN,
+    cut_columns,
+    make_model,
+    make_shape,
+    shape_of_ranks,
+    shard_model,
+    share_here,
+)
 from tests.hf_models import make_model as make_hf_model
 from tests.hf_models import own_tensors, sample_config, write_folder
 from tests.mtp_model import mtp_model
@@ -22,6 +32,7 @@ from tiercel.models import decoder_build
 from tiercel.ops.fused_decode_step import DecoderShape, Refusal
 from tiercel.ops.linear import LinearWeight
 from tiercel.ops.packed_matvec import prepare_packed
+from tiercel.parallel import Group
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
@@ -55,9 +66,9 @@ def make_linear(*parts, layout=Layout.SOA):
     return Linear(LinearWeight(tuple(segments), (rows, parts[0].shape[1])))
 
 
-def make_layer(parts, rope, *, layout=Layout.SOA):
+def make_layer(parts, rope, *, layout=Layout.SOA, shape=SHAPE):
     attention = Attention(
-        AttentionShape(32, 8, 128, SCALE, 0),
+        AttentionShape(shape.num_heads, shape.num_kv_heads, 128, SCALE, 0),
         make_linear(parts["q"], parts["k"], parts["v"], layout=layout),
         make_linear(parts["o"], layout=layout),
         rope,
@@ -82,6 +93,42 @@ def test_layers_are_packed_as_the_file_has_them(layout):
     assert torch.equal(found.head_norms, expected.head_norms)
     assert found.ropes[0] is found.ropes[1] is expected.ropes[0]
     assert (found.eps, found.scale) == (EPS, SCALE)
+
+
+@pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("refusal", [None, Refusal("no memory"), Refusal("wide (rank 0)")])
+def test_a_rank_packs_its_part_or_all_go_another_way(refusal, monkeypatch):
+    """What one rank refuses is told to all, before a copy is made; what all refuse is not."""
+    model = make_model((V_AND_DOWN,), make_shape(hidden=512, inner=1024, heads=8, kv_heads=4))
+    whole = model.weights.geometry.shape
+    shape = shape_of_ranks(whole, 2)
+    memories, told = share_here(shape), []
+    expected, _ = shard_model(model, 1, memories[1])
+
+    def share(given, processes, device, own):
+        told.append((given, processes, device, own))
+        return refusal or memories[1]
+
+    monkeypatch.setattr(layers, "share_memory", share)
+    parts = dict(model.layers[0])
+    parts |= {name: parts[name].rows(512, 1024) for name in ("q", "gate", "up")}
+    parts |= {name: parts[name].rows(256, 512) for name in "kv"}
+    parts |= {name: cut_columns(parts[name], 512, 1024) for name in ("o", "down")}
+    layer = make_layer(parts, expected.ropes[0], shape=shape)
+    group = Group(1, 2, processes="processes", small_sums="sums")
+    own = refusal if refusal == Refusal("no memory") else None
+    step = layers.make_fused_decode_step([layer], shape, EPS, CPU, None, group, own)
+    assert told == [(shape, "processes", CPU, own)]
+    if refusal is not None:
+        assert step == refusal
+        return
+    assert torch.equal(step.weights.stream.data, expected.stream.data)
+    assert step.weights.memory is memories[1]
+    assert step.weights.passed.tolist() == [0] * 128
+    alone = replace(group, small_sums=None)
+    reason = Refusal("2 GPUs share the model and no memory")
+    assert layers.make_fused_decode_step([layer], shape, EPS, CPU, None, alone) == reason
+    assert len(told) == 1
 
 
 @pytest.mark.usefixtures("_here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -12,11 +13,14 @@ from tests.tiny_llm import open_tiny
 from tiercel.kernels.fused.fused_refusal import Refusal
 from tiercel.models.fused_paths import (
     FUSED_PATHS,
+    decoder_shape,
     log_fused_paths,
     refuse_model,
+    step_copy_bytes,
     switched_off,
     unsupported_part,
 )
+from tiercel.models.sharding import Sharding
 from tiercel.models.source import open_source
 
 CPU = "the device is cpu, not a GPU"
@@ -59,6 +63,22 @@ def test_published_files(tmp_path, name, types, step, tail):
     source = open_source(sparse_model(tmp_path / "m.gguf", name, **types))
     expected = (None if reason is None else Refusal(reason) for reason in (step, tail))
     assert refuse_model(source) == dict(zip(FUSED_PATHS, expected, strict=True))
+
+
+def test_ranks_have_parts_of_the_copy(tmp_path, monkeypatch):
+    """Also where fewer key/value heads than ranks are there, and parts are unequal."""
+    source = open_source(sparse_model(tmp_path / "m.gguf", "qwen3-8b"))
+    whole, ranks = step_copy_bytes(source), [Sharding(rank, 8) for rank in range(8)]
+    assert step_copy_bytes(source, ranks[0]) == 0
+    monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
+    assert sum(step_copy_bytes(source, rank) for rank in ranks) == whole
+    monkeypatch.setenv("TIERCEL_ONE_COPY", "1")
+    assert step_copy_bytes(source) == 0
+    assert step_copy_bytes(source, ranks[0]) == whole / 8
+    wide = replace(source.config, num_kv_heads=2, intermediate_size=13 * 256)
+    shapes = [decoder_shape(wide, 100, rank) for rank in ranks]
+    assert {(s.num_heads, s.num_kv_heads, s.ranks) for s in shapes} == {(4, 1, 8)}
+    assert sorted(s.intermediate_size for s in shapes) == [256] * 3 + [512] * 5
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,36 @@ def test_a_refusal_says_what_does_not_fit(changes, reason):
     assert partition(replace(QWEN3_8B, **changes), [PLAIN]) == found
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"ranks": 8}, None),
+        ({"ranks": 16}, "16 GPUs share the model, more than 8"),
+        (
+            {"intermediate_size": 1000},
+            "intermediate_size is 1000, not a multiple of 128 (of one of 2 GPUs)",
+        ),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_decoder_fits_or_is_told_why(changes, reason):
+    """As each of two GPUs has it: half of the heads and of the MLP's inner width."""
+    half = replace(QWEN3_8B, num_heads=16, num_kv_heads=4, intermediate_size=6144, ranks=2)
+    shape = replace(half, **changes)
+    found = partition(shape, [PLAIN])
+    assert refuse_shape(shape) == (Refusal(reason) if reason else None)
+    if reason:
+        assert found == Refusal(reason)
+        return
+    assert found.shape.matrix_sizes["o"] == (4096, 2048)
+    assert found.shape.matrix_sizes["gate_up"] == (12288, 4096)
+    # Each rank deals outputs of o and down out alike, whatever its inner width is.
+    wider = partition(replace(shape, intermediate_size=6400), [PLAIN])
+    for name in ("o", "down"):
+        assert all(found.parts(name, cta) == wider.parts(name, cta) for cta in range(CTAS))
+
+
 def test_the_largest_sizes_fit():
     assert refuse_shape(replace(QWEN3_8B, num_layers=96, max_tokens=MOST_TOKENS)) is None
     assert refuse_shape(replace(QWEN3_8B, max_tokens=MOST_TOKENS + 1))
@@ -278,6 +308,13 @@ def test_a_form_that_no_gpu_has_run_must_be_asked_for(monkeypatch, name, qtype, 
         monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
         found = select_geometry(shape, layers)
     assert found == partition(shape, layers)
+
+
+def test_sums_over_gpus_must_be_asked_for(monkeypatch):
+    monkeypatch.delenv("TIERCEL_MEGAKERNEL", raising=False)
+    shape = replace(QWEN3_8B, num_heads=16, num_kv_heads=4, intermediate_size=6144, ranks=2)
+    reason = "no GPU has run it with sums over 2 GPUs; TIERCEL_MEGAKERNEL=1 uses it"
+    assert select_geometry(shape, [PLAIN] * 36) == Refusal(reason)
 
 
 def test_a_gpu_that_does_not_fit_is_told_why():

@@ -242,7 +242,7 @@ def refuse_shape(shape: DecoderShape) -> Refusal | None:
     rules = (_refuse_multiples, _refuse_heads, _refuse_limits)
     found = next((found for rule in rules if (found := rule(shape)) is not None), None)
     if found is None or shape.ranks == 1:
-        return found or refuse_ranks(shape.ranks)
+        return refuse_ranks(shape.ranks) or found
     return Refusal(f"{found.reason} (of one of {shape.ranks} GPUs)")
 
 
