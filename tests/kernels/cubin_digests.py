@@ -107,6 +107,7 @@ def fused_sources() -> Iterator[rtc.KernelSource]:
     """The step of a decoder, and its layers from one attention to the next."""
     for name in STEP_SIZES:
         yield step_source(name)
+    yield from (step_source("qwen3-8b", ranks=ranks) for ranks in (2, 8))
     for tokens, shape, types in CHAINS:
         yield fused_layer_tail.cuda_source(tokens, partition(shape, types, 132))
     half = ChainShape(4096, 2048, 6144, 2560, 512)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.model_shapes import SHAPES, decoder_shape, step_types
+from tests.fused_decode_step_model import shape_of_ranks
 from tiercel.errors import InternalError
 from tiercel.kernels.attention import (
     indexer_scores,
@@ -76,11 +77,12 @@ SOURCES = [
 STEP_SIZES = [name for name in SHAPES if refuse_shape(decoder_shape(name)) is None]
 
 
-def step_source(name, mixture=""):
+def step_source(name, mixture="", ranks=1):
     """The kernel of whole decode steps of a published model; mixture: else the usual one."""
     types = step_types(name, mixture or SHAPES[name].mixture)
     masks = [make_mask(layer) for layer in types]
-    geometry, arch = make_geometry(decoder_shape(name), masks), SHAPES[name].arch
+    shape, arch = shape_of_ranks(decoder_shape(name), ranks), SHAPES[name].arch
+    geometry = make_geometry(shape, masks)
     return fused_decode_step.cuda_source(
         geometry, has_qk_norm=arch in ("qwen3", "gemma3"), has_bias=arch == "qwen2"
     )
@@ -414,6 +416,23 @@ def test_decode_step_compiles_as_designed(name, tmp_path):
 )
 def test_decode_step_of_other_types_compiles_as_designed(name, mixture, tmp_path):
     check_step(step_source(name, mixture), 12, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=[pytest.mark.slow] * (ranks != 2))
+        for name, ranks in (("qwen3-8b", 2), ("qwen3-8b", 8), ("llama3-70b", 4), ("llama3-8b", 4))
+    ],
+)
+def test_decode_step_of_ranks_compiles_as_designed(name, ranks, tmp_path):
+    """Sums of all ranks are polled together, in memory that other GPUs write."""
+    source = step_source(name, ranks=ranks)
+    check_step(source, 12, tmp_path)
+    text = ask(compile_here(source, tmp_path), tmp_path, "nvdisasm", "-c")
+    for instruction in ("ST", "LD"):
+        found = re.findall(rf"\b{instruction}G?\.E\.64\.STRONG\.SYS", text)
+        assert len(found) >= ranks - 1
 
 
 def check_step(source, spills, tmp_path):
