@@ -289,16 +289,18 @@ DEV void finish_update(const Args& g, u32 smem, int layer, int kind, int warp, i
   float norm = 0;
   if (kind == O_PROJ || layer < LAYERS - 1)
     norm = __ldg(norms + (kind == O_PROJ ? 1 : NORMS) * HIDDEN);
-  const Plan p = plan_of(kind);
-  const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows + 4 * lane;
+  auto own_part = [&]() {
+    const Plan p = plan_of(kind);
+    const u32 results = smem + Layout::RESULTS + 4 * part * p.across * p.rows;
+    return sum_results(results + 4 * lane, p.across, 32);
+  };
   float update = 0, squares = 0;
   if (RANKS > 1) {
-    update = sum_results(results, p.across, 32);
-    update = add_ranks(g, smem, layer, kind, record, lane, update);
+    update = add_ranks(g, smem, layer, kind, record, lane, own_part());
     if (HAS_UPDATE_NORMS) send_squares(g, layer, kind, record, lane, update);
   }
   if (HAS_UPDATE_NORMS) squares = receive_squares(g, smem, layer, kind, lane);
-  if (RANKS == 1) update = sum_results(results, p.across, 32);
+  if (RANKS == 1) update = own_part();
   if (HAS_UPDATE_NORMS) update = update * rsqrtf(squares * (1.f / HIDDEN) + g.eps) * update_norm;
   residual += update;
   hand_on(g, smem, layer, kind, part, record, lane, residual, norm, true);
