@@ -123,7 +123,7 @@ class Job:
         has_kernels: whether rank 0's kernels are listed.
         out: for the figures.
         has_own_requests: whether each rank has a share of the requests, and whole experts.
-        context: tokens that decode steps attend to; 0: the usual number.
+        contexts: tokens that decode steps attend to; the usual number if there is none.
     """
 
     model: str
@@ -137,7 +137,7 @@ class Job:
     has_kernels: bool
     out: Path | None
     has_own_requests: bool = False
-    context: int = 0
+    contexts: tuple[int, ...] = ()
 
     @property
     def shares(self) -> int:
@@ -400,8 +400,8 @@ def measure(job: Job, group: Group, device: torch.device) -> list[dict[str, Any]
     gbps = read_gbps(device)
     model, weights = load(job, group, device)
     kind = device.type
-    context = job.context or CONTEXT[kind]
-    steps = [Step(-(-count // job.shares), 1, context) for count in job.requests]
+    contexts = job.contexts or (CONTEXT[kind],)
+    steps = [Step(-(-count // job.shares), 1, c) for c in contexts for count in job.requests]
     steps += [Step(1, PROMPT[kind], PROMPT[kind])] if job.has_prompt else []
     rows: list[dict[str, Any]] = [{"name": "rate of reading", "read_gbps": gbps}]
     for step in steps:
@@ -446,7 +446,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="rank 0 without the others")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--requests", type=int, nargs="*", default=DECODE)
-    parser.add_argument("--context", type=int, default=0, help="0: 8192 tokens on a GPU")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="8192 on a GPU")
     parser.add_argument("--no-prompt", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="list those of rank 0")
     parser.add_argument("--out", type=Path)
@@ -467,7 +467,7 @@ def main() -> None:
             options.kernels,
             options.out,
             options.split == "dp",
-            options.context,
+            tuple(options.contexts),
         )
     )
 
