@@ -164,13 +164,14 @@ def _gpu_facts(source: ModelSource, rank: Sharding) -> dict[str, Any]:
     """
     from tiercel.config import LoadOptions
     from tiercel.models.footprint import cache_bytes, gpus_that_fit, weight_footprint
-    from tiercel.models.fused_paths import step_copy_bytes
+    from tiercel.models.fused_paths import refuse_step, step_copy_bytes
 
     dtype = source.family.auto_dtypes.get("cuda", _DTYPES[source.format != "gguf"])
     weights = weight_footprint(source, dtype, "cuda", sharding=rank)
     context = source.config.max_position
     kept = cache_bytes(source.config, context, dtype, sharding=rank)
     share = LoadOptions().gpu_memory_utilization
+    no_step = refuse_step(source, rank)
     return {
         "tensor_parallel_size": rank.size,
         "expert_parallel": rank.expert_parallel,
@@ -179,6 +180,7 @@ def _gpu_facts(source: ModelSource, rank: Sharding) -> dict[str, Any]:
         "split_weight_bytes": weights.nbytes - weights.whole_bytes,
         "whole_weight_bytes": weights.whole_bytes,
         "step_copy_bytes": step_copy_bytes(source, rank),
+        "fused_decode_step": "fits" if no_step is None else no_step.reason,
         "kv_bytes_full_context": kept,
         "bytes_per_gpu": weights.nbytes + kept,
         "fits": {
@@ -357,6 +359,7 @@ def _print_gpus(gpus: Mapping[str, Any] | None, context: int) -> None:
         _print_row("and for a fused step", _size(gpus["step_copy_bytes"]))
     _print_row(f"all {context} tokens", _size(gpus["kv_bytes_full_context"]))
     _print_row("together", _size(gpus["bytes_per_gpu"]))
+    _print_row("fused_decode_step", gpus["fused_decode_step"])
     for name, sizes in gpus["fits"].items():
         shown = " or ".join(map(str, sizes))
         _print_row(name, f"fits on {shown} of them" if shown else "does not fit")

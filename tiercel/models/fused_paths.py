@@ -90,16 +90,23 @@ def refuse_model(source: ModelSource, num_sms: int = HOPPER_SMS) -> dict[str, Re
         source: a checked file; its configuration and tensor table are read.
         num_sms: of the GPU.
     """
-    if source.stored:
-        return dict.fromkeys(FUSED_PATHS, Refusal("the model is no dense decoder"))
+    no_step = refuse_step(source)
     return {
-        "fused_decode_step": _refuse_step(source),
-        "fused_layer_tail": _refuse_tails(source, num_sms),
+        "fused_decode_step": no_step,
+        "fused_layer_tail": no_step if source.stored else _refuse_tails(source, num_sms),
     }
 
 
-def _refuse_step(source: ModelSource) -> Refusal | None:
-    found = step_geometry(source, source.config.max_position)
+def refuse_step(source: ModelSource, sharding: Sharding = WHOLE) -> Refusal | None:
+    """Why the kernel of whole steps does not run a model, or a rank's part; None if it does.
+
+    Args:
+        source: a checked file.
+        sharding: of the rank.
+    """
+    if source.stored:
+        return Refusal("the model is no dense decoder")
+    found = step_geometry(source, source.config.max_position, sharding)
     return found if isinstance(found, Refusal) else None
 
 
