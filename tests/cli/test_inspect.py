@@ -154,11 +154,9 @@ def test_memory_is_what_the_engine_will_take(facts, tmp_path, capsys, monkeypatc
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(f"TIERCEL_{name}", "1" if name == "ONE_COPY" else "0")
             assert facts(path)["memory"]["step_copy_bytes"] == left
-    shared = ["inspect", str(path), "--tensor-parallel-size", "2"]
-    assert run(shared) == 0
-    assert "fused_decode_step      no GPU has run it with sums over" in capsys.readouterr().out
-    monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
-    assert run(shared) == 0
+    assert run(["inspect", str(path), "--tensor-parallel-size", "4"]) == 0
+    assert "fused_decode_step      no GPU has run it with sums over 4" in capsys.readouterr().out
+    assert run(["inspect", str(path), "--tensor-parallel-size", "2"]) == 0
     text = capsys.readouterr().out
     assert "and for a fused step   2.1 GB" in text
     assert text.count("fused_decode_step      fits") == 2  # of one GPU, of two

@@ -312,9 +312,11 @@ def test_a_form_that_no_gpu_has_run_must_be_asked_for(monkeypatch, name, qtype, 
 
 def test_sums_over_gpus_must_be_asked_for(monkeypatch):
     monkeypatch.delenv("TIERCEL_MEGAKERNEL", raising=False)
-    shape = replace(QWEN3_8B, num_heads=16, num_kv_heads=4, intermediate_size=6144, ranks=2)
-    reason = "no GPU has run it with sums over 2 GPUs; TIERCEL_MEGAKERNEL=1 uses it"
+    shape = replace(QWEN3_8B, num_heads=8, num_kv_heads=2, intermediate_size=3072, ranks=4)
+    reason = "no GPU has run it with sums over 4 GPUs; TIERCEL_MEGAKERNEL=1 uses it"
     assert select_geometry(shape, [PLAIN] * 36) == Refusal(reason)
+    two = replace(shape, ranks=2)
+    assert select_geometry(two, [PLAIN] * 36) == partition(two, [PLAIN] * 36)
 
 
 def test_a_gpu_that_does_not_fit_is_told_why():

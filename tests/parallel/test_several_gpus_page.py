@@ -59,6 +59,6 @@ def test_memory_of_dense_models(tmp_path, name, model):
 def test_the_commands_of_the_benchmark_are_its_options():
     text = (ROOT / "benchmarks/v4_ranks.py").read_text()
     commands = re.findall(r"benchmarks\.v4_ranks (.*)", PAGE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     for option in {word for line in commands for word in line.split() if word.startswith("--")}:
         assert f'"{option}"' in text

@@ -51,6 +51,7 @@ TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q4_0", "Q8_0", "IQ4_XS", "Q5_0", "IQ4_NL")
 # Those that other kernels read among a step's weights; bits of Q5_K are in another order there.
 READ_TYPES = ("Q4_K", "Q6_K")
 _MEASURED_TYPES = ("Q4_K", "Q6_K", "Q5_K")
+_MEASURED_RANKS = 2
 _TYPE_BITS = 3
 _OF_BLOCKS = ("Q4_K", "Q6_K", "Q5_K", "IQ4_XS")  # of 256 weights; else of 32
 
@@ -385,7 +386,7 @@ def _refuse_unmeasured(geometry: StepGeometry) -> Refusal | None:
         "norms of outputs": shape.has_update_norms,
         "sliding windows": any(shape.sliding),
         "the single layer of a draft head": shape.num_layers == 1,
-        f"sums over {shape.ranks} GPUs": shape.ranks > 1,
+        f"sums over {shape.ranks} GPUs": shape.ranks > _MEASURED_RANKS,
     }
     found = next((form for form, applies in forms.items() if applies), "")
     if not found or env.has_unmeasured_step():
