@@ -4,6 +4,7 @@ from threading import Thread
 
 import pytest
 
+from tests.engine.wide_model import open_wide, write_wide_model
 from tests.engine_process import is_alive
 from tests.gguf_files import tiny_model
 from tests.patience import wait_for
@@ -38,3 +39,18 @@ def test_models_on_two_gpus_take_turns_in_one_process(tmp_path):
         thread.start()
         thread.join()
         assert ids_of(found[0]) == expected
+
+
+def test_a_lone_request_takes_one_kernel_on_two_gpus(tmp_path, monkeypatch):
+    """Its steps are replays of a graph: twice the same answer, which begins as on one GPU."""
+    monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")  # else the second prompt has other bits
+    path = write_wide_model(tmp_path / "m.gguf")
+    prompts = [{"prompt_token_ids": list(range(5, 5 + length))} for length in (3, 90)]
+    firsts = []
+    for size in (1, 2):
+        with open_wide(path, max_num_seqs=4, tensor_parallel_size=size) as llm:
+            assert llm._engine.runner.model.fused_paths["fused_decode_step"] == "used"
+            found = [[ids_of(llm.generate(p, greedy(60))) for p in prompts] for _ in range(2)]
+        assert found[0] == found[1]
+        firsts.append([answers[0][0][0] for answers in found[0]])
+    assert firsts[0] == firsts[1]
