@@ -215,7 +215,9 @@ def make_case(name: str, mixture: str, depth: int, device: torch.device) -> Case
         make=lambda seed: make_inputs(make_model(name, mixture, device), depth, device, seed),
         run=run,
         check=check,
-        tolerance=5e-2,  # codes of 8 bits that fall on the other side, over all layers
+        # Codes of 8 bits that fall on the other side, over all layers. Norms of updates make each
+        # layer's as large as the residual: 1e-6 of x becomes 2e-2 in 18 layers of Gemma 3 270M.
+        tolerance=2e-1 if sizes.has_update_norms else 5e-2,
         num_bytes=StreamLayout(geometry).num_bytes + kv_bytes,
         max_sets=1,
     )

@@ -196,14 +196,14 @@ def has_megakernel() -> bool:
 def has_one_copy() -> bool:
     """Whether ``TIERCEL_ONE_COPY`` lets all kernels read the weights of the fused decode step.
 
-    Else it has a copy of its own. Off: the other kernels' speed has not been measured so. Where
+    Else it has a copy of its own. Off: several requests are a quarter to a third slower. Where
     there is no fused decode step it has no effect.
     """
     return read_flag("TIERCEL_ONE_COPY", default=False) and has_megakernel()
 
 
-def has_unmeasured_step() -> bool:
-    """Whether ``TIERCEL_MEGAKERNEL=1`` asks for that step also in forms that no GPU has run."""
+def has_untimed_step() -> bool:
+    """Whether ``TIERCEL_MEGAKERNEL=1`` asks for that step also in forms that were not timed."""
     return read_flag("TIERCEL_MEGAKERNEL", default=False)
 
 

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _every_form(monkeypatch):
-    """Those that no GPU has run too."""
+    """Those that were not timed too."""
     monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
 
 

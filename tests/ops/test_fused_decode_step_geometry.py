@@ -292,19 +292,19 @@ def test_files_of_every_published_size_fit_or_are_told_why(mixture):
         ("qwen2.5-7b", "Q4_K", ""),
         ("llama3-70b", "Q6_K", ""),
         ("qwen3-8b", "IQ4_XS", "matrices in IQ4_XS"),
-        ("gemma3-270m", "Q5_0", "matrices in Q5_0"),
-        ("gemma3-4b", "Q4_K", "heads of 256"),
-        ("gemma3-27b", "Q4_K", "the activation gelu_tanh"),
+        ("gemma3-270m", "Q5_0", ""),
+        ("gemma3-270m", "Q4_0", "matrices in Q4_0"),
+        ("gemma3-4b", "Q4_K", ""),
     ],
 )
-def test_a_form_that_no_gpu_has_run_must_be_asked_for(monkeypatch, name, qtype, form):
+def test_a_form_that_was_not_timed_must_be_asked_for(monkeypatch, name, qtype, form):
     monkeypatch.delenv("TIERCEL_MEGAKERNEL", raising=False)
     shape = decoder_shape(name)
     layers = [dict.fromkeys(MATRICES, (qtype,))] * shape.num_layers
     found = select_geometry(shape, layers)
     if form:
         asked = "TIERCEL_MEGAKERNEL=1 uses it"
-        assert found == Refusal(f"no GPU has run it with {form}; {asked}")
+        assert found == Refusal(f"not timed on a GPU with {form}; {asked}")
         monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
         found = select_geometry(shape, layers)
     assert found == partition(shape, layers)
@@ -313,7 +313,7 @@ def test_a_form_that_no_gpu_has_run_must_be_asked_for(monkeypatch, name, qtype, 
 def test_sums_over_gpus_must_be_asked_for(monkeypatch):
     monkeypatch.delenv("TIERCEL_MEGAKERNEL", raising=False)
     shape = replace(QWEN3_8B, num_heads=8, num_kv_heads=2, intermediate_size=3072, ranks=4)
-    reason = "no GPU has run it with sums over 4 GPUs; TIERCEL_MEGAKERNEL=1 uses it"
+    reason = "not timed on a GPU with sums over 4 GPUs; TIERCEL_MEGAKERNEL=1 uses it"
     assert select_geometry(shape, [PLAIN] * 36) == Refusal(reason)
     two = replace(shape, ranks=2)
     assert select_geometry(two, [PLAIN] * 36) == partition(two, [PLAIN] * 36)

@@ -50,8 +50,8 @@ PHASES = ("qkv", "o", "gate_up", "down")
 TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q4_0", "Q8_0", "IQ4_XS", "Q5_0", "IQ4_NL")
 # Those that other kernels read among a step's weights; bits of Q5_K are in another order there.
 READ_TYPES = ("Q4_K", "Q6_K")
-_MEASURED_TYPES = ("Q4_K", "Q6_K", "Q5_K")
-_MEASURED_RANKS = 2
+_TIMED_TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q5_0")
+_TIMED_RANKS = 2
 _TYPE_BITS = 3
 _OF_BLOCKS = ("Q4_K", "Q6_K", "Q5_K", "IQ4_XS")  # of 256 weights; else of 32
 
@@ -369,29 +369,24 @@ def partition(
 def select_geometry(
     shape: DecoderShape, layers: Sequence[Mapping[str, Sequence[str]]]
 ) -> StepGeometry | Refusal:
-    """`partition`, but a form that no GPU has run must be asked for."""
+    """`partition`, but a form whose speed is not known must be asked for."""
     found = partition(shape, layers)
-    return found if isinstance(found, Refusal) else _refuse_unmeasured(found) or found
+    return found if isinstance(found, Refusal) else _refuse_untimed(found) or found
 
 
-def _refuse_unmeasured(geometry: StepGeometry) -> Refusal | None:
+def _refuse_untimed(geometry: StepGeometry) -> Refusal | None:
     shape = geometry.shape
-    types = [name for name in geometry.types if name not in _MEASURED_TYPES]
+    types = [name for name in geometry.types if name not in _TIMED_TYPES]
     forms = {
         f"matrices in {' and '.join(types)}": bool(types),
-        "rows that are no multiple of 256 columns": any(plan.lanes == 1 for plan in geometry.plans),
-        "heads of 256": shape.head_dim == HEAD_DIMS[-1],
         f"more than {TEAM_HEADS} query heads a key/value head": geometry.sharers > 1,
-        f"the activation {shape.activation}": shape.activation != ACTIVATIONS[0],
-        "norms of outputs": shape.has_update_norms,
-        "sliding windows": any(shape.sliding),
         "the single layer of a draft head": shape.num_layers == 1,
-        f"sums over {shape.ranks} GPUs": shape.ranks > _MEASURED_RANKS,
+        f"sums over {shape.ranks} GPUs": shape.ranks > _TIMED_RANKS,
     }
     found = next((form for form, applies in forms.items() if applies), "")
-    if not found or env.has_unmeasured_step():
+    if not found or env.has_untimed_step():
         return None
-    return Refusal(f"no GPU has run it with {found}; TIERCEL_MEGAKERNEL=1 uses it")
+    return Refusal(f"not timed on a GPU with {found}; TIERCEL_MEGAKERNEL=1 uses it")
 
 
 def _refuse_types(kinds: Sequence[str], columns: int) -> str:
