@@ -37,7 +37,7 @@ def build(
     macros = (*source.macros, ("KERNEL", source.name))
     text = "".join(f"#define {name} {value}\n" for name, value in macros)
     text += "".join(part.read_text() for part in device) + read_kernel(source.name)
-    return compile_library(text + (HERE / "run_ranks.cpp").read_text(), folder, "ranks", "-O2")
+    return compile_library(text + (HERE / "run_ranks.cpp").read_text(), folder, "ranks")
 
 
 def launch_type(ranks: int, *, has_norm: bool) -> type[ctypes.Structure]:

@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Interpret kernels without waste, and read certificates once.
 
-    Tests may import kernels when they run: interpreted, products of bfloat16 would be garbage.
+    Tests may import kernels as they run: interpreted, products of bfloat16 would be garbage.
     Each HTTP client reads certificates, which takes 20 ms, and tests make thousands, none for TLS.
     """
     ssl.create_default_context = functools.cache(ssl.create_default_context)

@@ -32,7 +32,7 @@ def build(
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     before, after = ("".join(part.read_text() for part in parts) for parts in (DEVICE, RUN))
     text = macros + before + read_kernel(source.name) + after
-    return compile_library(text, folder, "step", "-O2")
+    return compile_library(text, folder, "step")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def build(tokens: int, weights: ChainWeights, folder: Path) -> ctypes.CDLL:
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     before, after = ("".join(part.read_text() for part in parts) for parts in (device, run))
     text = macros + before + read_kernel(source.name) + after
-    return compile_library(text, folder, "chain", "-O2")
+    return compile_library(text, folder, "chain")
 
 
 def run(

@@ -55,11 +55,10 @@ class Products:
         if not sources:
             return
         text = "".join((HERE / f"{name}.hpp").read_text() for name in DEVICE)
-        text = f"#pragma GCC optimize(2)\n{text}#pragma GCC reset_options\n"
         text += "".join(_in_namespace(i, source) for i, source in enumerate(sources))
         names = [f"call_one<kernel_{i}::{source.name}>" for i, source in enumerate(sources)]
         text += f"#define KERNELS {', '.join(names)}\n" + (HERE / "run_products.cpp").read_text()
-        loaded = compile_library(text, self.folder, f"products_{len(self.built)}", "-O0")
+        loaded = compile_library(text, self.folder, f"products_{len(self.built)}")
         for number, source in enumerate(sources):
             cluster = dict(source.macros).get("SPLITS", 1)
             self.built[source] = Built(loaded, number, cluster, 0)
