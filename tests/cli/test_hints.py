@@ -50,8 +50,13 @@ def texts(path):
 
 
 @cache
+def app_of_all():
+    return make_app()
+
+
+@cache
 def option_names():
-    app = make_app()
+    app = app_of_all()
     return {name: _option_names(app, name) | {"config", "help"} for name in _COMMANDS}
 
 
@@ -233,7 +238,7 @@ RUNNABLE = [x for x in EXAMPLES if x.split()[0] in RUN_HERE and "DeepSeek-V4" no
 
 @pytest.mark.parametrize("line", EXAMPLES)
 def test_a_documented_command_is_understood(line):
-    _, bound, unused, *_ = make_app().parse_known_args(_name_command(split(line)))
+    _, bound, unused, *_ = app_of_all().parse_known_args(_name_command(split(line)))
     assert not unused
     assert not {"prompt", "file"} <= set(bound.arguments)
 

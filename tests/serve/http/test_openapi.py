@@ -62,12 +62,12 @@ def check_route(doc, mode, server, max_examples):
 
 @pytest.mark.parametrize("doc", ALL_DOCS, ids=lambda doc: doc.path)
 def test_answers_are_as_described(doc, described):
-    check_route(doc, "allowed", described, max_examples=8)
+    check_route(doc, "allowed", described, max_examples=5)
 
 
 @pytest.mark.parametrize("doc", WITH_BODY, ids=lambda doc: doc.path)
 def test_wrong_bodies_are_answered_as_described(doc, described):
-    check_route(doc, "forbidden", described, max_examples=8)
+    check_route(doc, "forbidden", described, max_examples=5)
 
 
 @pytest.mark.slow
