@@ -28,7 +28,12 @@ HIDE = ROOT / "tests/other_platform/hide.py"
 PATHS = os.pathsep.join([str(ROOT / "tests/other_platform"), str(ROOT)])
 
 
-@pytest.fixture(params=["", "1"], ids=["no /proc", "no /proc, no resource"])
+@pytest.fixture(
+    params=[
+        pytest.param("", id="no /proc", marks=pytest.mark.slow),
+        pytest.param("1", id="no /proc, no resource"),
+    ]
+)
 def elsewhere(request):
     """Environment of a process that sees another platform."""
     return {"PYTHONPATH": PATHS, "HIDES_RESOURCE": request.param}
