@@ -1,6 +1,5 @@
 """Loops of ranks with requests of their own on one stream of inputs: each answer as alone."""
 
-import os
 import random
 
 import pytest
@@ -52,13 +51,13 @@ class PoolPeers:
 
 
 def load(path, spec, peers):
-    os.environ["TIERCEL_CPU_RANKS"] = "1"
     size = peers.group.size
     options = LoadOptions(
         device="cpu", dtype="float32", threads=1, spec=spec, max_num_seqs=4,
         max_num_batched_tokens=160, tensor_parallel_size=size, data_parallel_attention=size > 1,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIERCEL_CPU_RANKS", "1")
         if size > 1:
             with_blocks(patch, full=4, sliding=8)
         return load_model(str(path), options, None, peers)
