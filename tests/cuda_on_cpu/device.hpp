@@ -144,6 +144,11 @@ template <class Run> static int guard(Run run) {
   sigaltstack(&old_stack, nullptr);
   return failure[0] ? (int)FAILED : result;
 }
+// Whether shared memory beyond what a launch requests holds what it held at the start.
+static bool is_untouched(const u8* memory, u32 smem_bytes) {
+  const u8* from = memory + smem_bytes;
+  return smem_bytes >= SMEM || (*from == 0xEE && !std::memcmp(from, from + 1, SMEM - smem_bytes - 1));
+}
 DEV Cta& here() { return ctas[current->cta]; }
 DEV int lane_id() { return current->tid % WARP; }
 

@@ -36,8 +36,7 @@ static int run_cluster(u8* stacks, Random& random, u32 smem_bytes) {
     }
     if (live == 0) {
       for (Cta& cta : ctas)
-        for (u32 at = smem_bytes; at < SMEM; ++at)
-          if (cta.smem[at] != 0xEE) return BEYOND_SHARED_MEMORY;
+        if (!is_untouched(cta.smem, smem_bytes)) return BEYOND_SHARED_MEMORY;
       return DONE;
     }
     idle = events == seen ? idle + 1 : 0, seen = events;

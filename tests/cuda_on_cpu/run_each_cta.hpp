@@ -31,11 +31,7 @@ static int run_cta(u8* stacks, Random& random, u32 smem_bytes) {
       live += warp.live;
       if (warp.live && random() % 4) resume(warp, random);
     }
-    if (live == 0) {
-      for (u32 at = smem_bytes; at < SMEM; ++at)
-        if (memory[at] != 0xEE) return BEYOND_SHARED_MEMORY;
-      return DONE;
-    }
+    if (live == 0) return is_untouched(memory, smem_bytes) ? DONE : BEYOND_SHARED_MEMORY;
     idle = events == seen ? idle + 1 : 0, seen = events;
   }
   return HANG;

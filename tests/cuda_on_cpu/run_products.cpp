@@ -73,8 +73,7 @@ struct Cluster {
       }
       if (live == 0) {
         for (u8* memory : memories)
-          for (u32 at = smem_bytes; at < SMEM; ++at)
-            if (memory[at] != 0xEE) return BEYOND_SHARED_MEMORY;
+          if (!is_untouched(memory, smem_bytes)) return BEYOND_SHARED_MEMORY;
         return check_ends();
       }
       for (Cta& cta : ctas) deliver(cta);
