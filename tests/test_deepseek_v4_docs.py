@@ -1,5 +1,6 @@
 """docs/deepseek_v4.md: its commands and program run, on the tiny model; its figures hold."""
 
+import io
 import math
 import re
 import shutil
@@ -13,13 +14,17 @@ from types import SimpleNamespace
 import pytest
 
 from tests import dsv4_files
-from tests.cli.harness import COMMAND, environment, tiercel
+from tests.cli.conftest import _restored_process
+from tests.cli.harness import COMMAND, environment
 from tests.models.test_deepseek_v4_config import FLASH, PRO
+from tiercel.cli.main import run
 from tiercel.models.deepseek_v4 import ARCHITECTURE, cache_bytes, read_hf
 from tiercel.models.deepseek_v4_tensors import needed
 from tiercel.models.footprint import weight_footprint
 from tiercel.models.stored import StoredWeight
 from tiercel.quant_types import QuantType
+
+__all__ = ["_restored_process"]  # a fixture
 
 GIB = 2**30
 PAGE = (Path(__file__).parents[1] / "docs/deepseek_v4.md").read_text()
@@ -39,15 +44,16 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_commands(folder):
+def test_the_commands(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    for name, value in ON_CPU.items():
+        monkeypatch.setenv(name, value)
     for line in LINES:
         command, *arguments = re.findall(r'"[^"]*"|\S+', line)
         if command == "tiercel" and arguments[0] != "serve":
-            process = tiercel(
-                *(word.strip('"') for word in arguments), stdin="Hi\n", env=ON_CPU, cwd=folder
-            )
-            assert process.returncode == 0, (line, process.stderr)
-            assert process.stdout, line
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi\n")))
+            assert run([word.strip('"') for word in arguments]) == 0, line
+            assert capsys.readouterr().out, line
 
 
 def test_the_server(folder):
