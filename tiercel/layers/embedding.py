@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiercel.layers.head import own_rows
+from tiercel.layers.head import own_ids
 from tiercel.ops.dequantize import dequantize
 from tiercel.parallel import SINGLE, Group
 from tiercel.quant import QuantTensor
@@ -36,8 +36,8 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         count = self.table.shape[0]
-        own, is_other = own_rows(token_ids, self._first_id, count, self._group)
-        rows = dequantize(self.table, torch.float32, own)
-        if is_other is not None:
-            rows = self._group.all_reduce(rows.masked_fill_(is_other.unsqueeze(1), 0.0))
+        local, is_own = own_ids(token_ids, self._first_id, count, self._group)
+        rows = dequantize(self.table, torch.float32, local)
+        if is_own is not None:
+            rows = self._group.all_reduce(rows.masked_fill_(~is_own.unsqueeze(1), 0.0))
         return rows if self.scale == 1.0 else rows.mul_(self.scale)

@@ -66,14 +66,14 @@ class Head:
         Returns:
             (L, K) float32.
         """
-        rows, is_other = own_rows(token_ids, self._first, self.weight.shape[0], self._group)
-        picked = pick_rows(self.weight, rows)
+        local, is_own = own_ids(token_ids, self._first, self.weight.shape[0], self._group)
+        picked = pick_rows(self.weight, local)
         if picked is None:
             return None
         logits = linear(x, picked, out_dtype=torch.float32)
-        if is_other is None:
+        if is_own is None:
             return logits
-        return self._group.all_reduce(logits.masked_fill_(is_other, 0.0))
+        return self._group.all_reduce(logits.masked_fill_(~is_own, 0.0))
 
     def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The largest logits; of equal ones the lowest id first.
@@ -102,10 +102,10 @@ class Head:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 
-def own_rows(
+def own_ids(
     token_ids: Tensor, first: int, count: int, group: Group
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows of a rank's part of a table for token ids, and which of the ids others have.
+    """Rows of a rank's part of a table for token ids, and which of the ids it has.
 
     Args:
         token_ids: of any shape.
@@ -114,10 +114,10 @@ def own_rows(
         group: the ranks that have the others.
 
     Returns:
-        Rows, any for ids of other ranks; and a mask of those ids, None in a group of one.
+        Rows, 0 for ids of other ranks; and a mask of the rank's own, None in a group of one.
     """
     if group.size == 1:
         return token_ids, None
     local = token_ids - first
-    rows = local.clamp(0, count - 1)
-    return rows, rows != local
+    is_own = (local >= 0) & (local < count)
+    return local.where(is_own, 0), is_own
