@@ -52,6 +52,7 @@ TOGGLES = {
     "TIERCEL_BLOCK_KERNEL": env.has_block_kernel,
     "TIERCEL_LINEAR_GROUP": env.has_linear_group,
     "TIERCEL_LINEAR_CHAIN": env.has_linear_chain,
+    "TIERCEL_FUSED_GEMM_NORM": env.has_fused_gemm_norm,
     "TIERCEL_MOE_KERNEL": env.has_moe_kernel,
     "TIERCEL_MOE_TILES": env.has_moe_tiles,
     "TIERCEL_MOE_GEMM": env.has_moe_gemm,

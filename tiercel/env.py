@@ -17,7 +17,7 @@ _SWITCHES = tuple(
     f"TIERCEL_{name}"
     for name in (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
-        *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN"),
+        *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN", "FUSED_GEMM_NORM"),
         *("BLOCK_KERNEL", "LINEAR_GROUP", "ONE_COPY"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
@@ -136,6 +136,15 @@ def has_moe_gemm() -> bool:
 def has_fused_gemm() -> bool:
     """Whether ``TIERCEL_FUSED_GEMM`` lets some dozens of tokens use packed K-quants."""
     return read_flag("TIERCEL_FUSED_GEMM", default=True)
+
+
+def has_fused_gemm_norm() -> bool:
+    """Whether ``TIERCEL_FUSED_GEMM_NORM`` lets those products norm the residual.
+
+    Attention then writes what they read, too. Off until a GPU has shown its results and its speed.
+    ``TIERCEL_FUSED_GEMM`` can forbid it too.
+    """
+    return read_flag("TIERCEL_FUSED_GEMM_NORM", default=False) and has_fused_gemm()
 
 
 def has_block_kernel() -> bool:

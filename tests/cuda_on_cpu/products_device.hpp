@@ -48,13 +48,13 @@ struct Product { float* sums; const u32* weights; u32 tokens; int columns; bool 
 typedef List<List<Product>> ProductGroups;  // of a thread; the last is open
 static List<ProductGroups> products;              // by CTA and thread
 DEV ProductGroups& own_products() { return products[current->cta * MOST_THREADS + current->tid]; }
-constexpr u32 NO_OFFSET = 0;
+constexpr u32 NO_OFFSET = 0, DESC_HI = 0;
 DEV u32 mdesc(u32 address, u32 stride) {
   if (address % 1024 || stride != NO_OFFSET) fail("a matrix descriptor");
   return address >> 4;
 }
-template <int N> DEV void product(float (&sums)[N], const u32* weights, u32 tokens) {
-  own_products().back().push_back({sums, weights, tokens, 2 * N, false});
+template <int N> DEV void product(float (&sums)[N], const u32* weights, u64 tokens) {
+  own_products().back().push_back({sums, weights, (u32)tokens, 2 * N, false});
 }
 DEV float of_bits(u16 v, bool is_bf16) { return is_bf16 ? bits<float>((u32)v << 16) : half_to_float(v); }
 DEV u16 swizzled(u32 at) { return load_shared<u16>(at ^ (at >> 7 & 7) << 4); }

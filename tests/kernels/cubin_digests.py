@@ -27,6 +27,7 @@ from tests.kernels.test_rtc import (
     SOURCES,
     STEP_SIZES,
     gemm_cases,
+    normed_sources,
     step_source,
 )
 from tiercel.kernels.attention import (
@@ -135,6 +136,7 @@ def packed_sources() -> Iterator[rtc.KernelSource]:
     for activation in ACTIVATIONS:
         config = make_config("Q4_K", TOKEN_CLASSES[0], 3, 1)
         yield gemm_source("Q4_K", torch.float16, config, Gate(activation, 6))
+    yield from normed_sources()
     for name, in_file in itertools.product(("Q4_K", "Q6_K"), (False, True)):
         for tokens in packed_mmq.fitting_tiles(name, H200):
             config = packed_mmq.make_config(tokens)

@@ -37,6 +37,7 @@ from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTyp
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
 from tiercel.kernels.packed.packed_gemm import (
     TOKEN_CLASSES,
+    Gate,
     gemm_source,
     image_source,
     make_config,
@@ -304,6 +305,23 @@ def gemm_cases():
             yield make_config(name, tokens, most_groups(name, tokens), 1), name
             for shape in ((6144, 4096), (4096, 12288), (24576, 4096), (1024, 4096)):
                 yield select_packed_gemm(name, shape, tokens), name
+
+
+def normed_sources():
+    """Products that norm the residual for two readers, and readers, gated and not."""
+    for name, (rows, columns) in (("Q4_K", (4096, 4096)), ("Q6_K", (4096, 12288))):
+        for tokens in TOKEN_CLASSES[:2]:
+            config = select_packed_gemm(name, (rows, columns), tokens)
+            yield gemm_source(name, torch.float16, config, orders=(4, 6))
+            yield gemm_source(name, torch.float16, config, is_scaled=True)
+            yield gemm_source(name, torch.float16, config, Gate("silu", 6), is_scaled=True)
+
+
+@pytest.mark.parametrize("source", [*normed_sources()][::5], ids=str)
+def test_norms_within_products_compile(source, tmp_path):
+    text = ask(compile_here(source, tmp_path), tmp_path, "nvdisasm", "-c")
+    assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 8
+    assert sum("gsb0" in line for line in text.splitlines()) <= 8
 
 
 IMAGE_ORDERS = (4, 6, 32)  # of columns

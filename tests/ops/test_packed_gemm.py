@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.packed_weights import (
+    LAYOUTS,
     check_dependent_launches,
     make_tokens,
     make_weight,
@@ -12,8 +13,9 @@ from tests.packed_weights import (
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_gemm as kernel
 from tiercel.ops.packed_gemm import TYPES, has_packed_gemm, packed_gemm
-from tiercel.ops.packed_matvec import prepare_packed
-from tiercel.quant_types import Layout
+from tiercel.ops.packed_matvec import prepare_packed, weight_exponent
+from tiercel.ops.packed_repack import packed_repack
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import packed_gemm as oracle
 
 # A weight is rounded to float16, its factors before that: 2**-12 each, random; the worst token.
@@ -85,6 +87,7 @@ def test_every_launch_is_right(qtype, hopper):
                     image,
                     out,
                     (tokens, 330, 2304),
+                    weight.exponent,
                     config,
                     is_dependent=False,
                 )
@@ -112,6 +115,25 @@ def test_configs_fit_every_shape(qtype):
                 assert smem <= 227 << 10
                 # The sums of a CTA take the place of its ring.
                 assert config.tokens * (64 * config.groups + 4) * 4 <= smem
+
+
+@pytest.mark.parametrize(("scale", "least"), [(0.05, 1e-3), (40.0, 0.0), (1e-3, 300.0)])
+def test_factors_fit_float16(scale, least):
+    """The largest factor is in range, and twice as large it would not be."""
+    exponent = kernel.select_exponent(scale, least)
+    most = max(scale * 2.0 ** (24 + exponent), least * 2.0 ** (12 + exponent))
+    assert 65504 / 2 < most <= 65504
+
+
+def test_exponents_of_odd_matrices():
+    """Zeros, tiny weights and those that are no numbers have factors that the kernel can make."""
+    assert kernel.select_exponent(0.0, 0.0) == kernel.select_exponent(1e-9, 1e-9) == 0
+    for odd in (float("nan"), float("inf"), 1e9):
+        assert kernel.select_exponent(odd, 1.0) == -24
+    part = make_weight(QuantType.Q4_K, 17, 512, torch.device("cpu"))
+    exponents = [weight_exponent(packed_repack(part, layout)) for layout in LAYOUTS]
+    data = part.planes["data"].unflatten(1, (-1, 144))[:, :, :2].contiguous().view(torch.float16)
+    assert exponents == [kernel.select_exponent(63 * data.abs().max().item(), 0.0)] * 2
 
 
 def test_no_tokens(hopper):

@@ -6,9 +6,17 @@ import torch
 from tests.packed_weights import make_tokens, make_weight, relative_error
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_mlp as kernel
-from tiercel.ops.packed_gemm import TYPES, has_packed_gemm
+from tiercel.ops.packed_gemm import (
+    TYPES,
+    NextNorm,
+    has_packed_gemm,
+    packed_gemm,
+    packed_gemm_norm,
+)
 from tiercel.ops.packed_matvec import prepare_packed
-from tiercel.ops.packed_mlp import mlp_refusal, packed_mlp
+from tiercel.ops.packed_mlp import mlp_refusal, packed_mlp, packed_mlp_norm
+from tiercel.ops.packed_norm import packed_norm
+from tiercel.ops.rms_norm import rms_norm
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import packed_mlp as oracle
 
@@ -87,3 +95,29 @@ def test_wrong_arguments(device):
         packed_mlp(x, weights[0], weights[0], "silu")
     other = prepare_packed(make_weight(QuantType.Q2_K, 256, 512, device), Layout.SOA)
     assert mlp_refusal(weights[0], other) == "packed_gemm does not read a matrix"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [17, 64, 96, 140])
+def test_products_norm_the_residual(tokens, hopper):
+    """Two products that add to the residual, and their readers, as with norms of their own."""
+    hidden, inner = 1280, 768
+    qkv = prepare_packed(make_weight(TYPES[1], 200, hidden, hopper, seed=4), Layout.SOA)
+    output = prepare_packed(make_weight(TYPES[0], hidden, 512, hopper, seed=3), Layout.SOA)
+    gate_up, down = (
+        prepare_packed(part, Layout.SOA) for part in make_parts(PAIRS[0], (hidden, inner), hopper)
+    )
+    start, heads = make_tokens(tokens, hidden, hopper).float(), make_tokens(tokens, 512, hopper)
+    weight, zero = torch.rand(hidden, device=hopper) + 0.5, heads.new_zeros(tokens, hidden)
+    x = start.clone()
+    image = packed_norm(x, weight, 1e-6, (4,), zero)
+    image = packed_gemm_norm(heads, output, NextNorm(x, weight, 1e-6, (4,), image.roots))
+    norm = NextNorm(x, weight, 1e-6, (4, 6), image.roots)
+    image = packed_mlp_norm(image, gate_up, down, "silu", norm)
+    out = packed_gemm(image, qkv, torch.float32)
+    plain = start + packed_gemm(heads, output, torch.float32)
+    plain += packed_mlp(rms_norm(plain, weight, 1e-6, torch.float16), gate_up, down, "silu")
+    expected = packed_gemm(rms_norm(plain, weight, 1e-6, torch.float16), qkv, torch.float32)
+    assert relative_error(x, plain.double().cpu()) < TOLERANCE
+    assert relative_error(out, expected.double().cpu()) < TOLERANCE
+    assert torch.allclose(image.roots[:tokens], (plain.square().mean(dim=1) + 1e-6).rsqrt(), 1e-3)

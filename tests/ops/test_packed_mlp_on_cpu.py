@@ -6,6 +6,7 @@ import torch
 from tests.ops.test_packed_mlp import PAIRS, TOLERANCE, expect, make_inputs, make_parts
 from tests.packed_weights import relative_error
 from tiercel.kernels.packed import packed_gemm, packed_mlp
+from tiercel.ops.packed_matvec import weight_exponent
 from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant_types import Layout
 
@@ -48,7 +49,9 @@ def test_matches_oracle(types, activation, configs, products):
     """In any order of copies and warps, with the same bits."""
     parts = make_parts(types, SIZES, CPU)
     planes = [packed_repack(part, Layout.SOA).ordered_planes() for part in parts]
-    matrices = packed_mlp.MlpMatrices((types[0].name, types[1].name), SIZES, *planes)
+    exponents = weight_exponent(parts[0]), weight_exponent(parts[1])
+    names = types[0].name, types[1].name
+    matrices = packed_mlp.MlpMatrices(names, SIZES, *planes, exponents)
     x = make_inputs(configs[0].tokens - 9, SIZES[0], CPU)
     expected = expect(x, parts, activation)
     results = []

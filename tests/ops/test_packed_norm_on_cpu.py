@@ -33,9 +33,11 @@ def test_matches_oracle(columns, tokens, orders, has_update, products):
     images = {order: torch.full(shape, float("nan"), dtype=torch.float16) for order in orders}
     products.late.append(update)  # the kernel ahead writes it
     given = update if has_update else None
-    kernel.launch_packed_norm(x, given, weight, 1e-6, images, is_dependent=True)
+    roots = torch.full((tokens,), float("nan"))
+    kernel.launch_packed_norm(x, given, weight, 1e-6, images, roots, is_dependent=True)
     assert torch.equal(x, total)
     expected = oracle.packed_norm(total, weight, 1e-6)
+    torch.testing.assert_close(roots, (total.square().mean(dim=1) + 1e-6).rsqrt())
     for order, image in images.items():
         found, rest = read_image(image, order, tokens, columns)
         torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)

@@ -127,7 +127,11 @@ class Attention:
 
     def __call__(self, x: Tensor | TokenImage, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
-        return self.output(self.rope_and_attend(self.qkv(x), batch, plan))
+        return self.output(self.heads(x, batch, plan))
+
+    def heads(self, x: Tensor | TokenImage, batch: Batch, plan: PromptPlan | None) -> Tensor:
+        """The same before the last projection, (T, rows of q)."""
+        return self.rope_and_attend(self.qkv(x), batch, plan)
 
     def rope_and_attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """Norm and rotate q and k, write k and v to the cache, and attend: all between projections.

@@ -9,6 +9,7 @@ from tiercel.batch import Batch
 from tiercel.layers.attention import Attention, PromptPlan
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
+from tiercel.ops.packed_gemm import TokenImage
 from tiercel.parallel import SINGLE, Group
 
 
@@ -32,20 +33,49 @@ class DecoderLayer(Struct, frozen=True):
         self.attn_norm.load_for(self.attention.qkv)
         self.mlp_norm.load_for(self.mlp.gate_up)
 
+    def load_before(self, following: DecoderLayer) -> None:
+        """Load every kernel that a call may launch besides those of this layer alone."""
+        orders = self.mlp_norm.orders_after_product(self.mlp.gate_up)
+        if orders:
+            self.attention.output.load_into_norm(orders)
+            self.mlp.load_normed()
+        orders = following.attn_norm.orders_after_product(following.attention.qkv)
+        if orders:
+            self.mlp.load_into_norm(orders)
+            following.attention.qkv.load_normed()
+
     def __call__(
-        self, x: Tensor, update: Tensor | None, batch: Batch, plan: PromptPlan | None
-    ) -> Tensor:
-        """The update that the next norm adds to the residual, (T, hidden).
+        self,
+        x: Tensor,
+        update: Tensor | TokenImage | None,
+        batch: Batch,
+        plan: PromptPlan | None,
+        following: DecoderLayer | None = None,
+    ) -> Tensor | TokenImage:
+        """The update that the next norm adds to the residual, (T, hidden); or that norm's image.
 
         Args:
             x: (T, hidden) float32, the residual, updated in place.
-            update: (T, hidden), of the layer before; None before the first layer.
+            update: of the layer before; None before the first layer.
             batch: the step.
             plan: of the step, for this layer's shape and group.
+            following: the layer whose norm products may take over; None for an update.
         """
         attention, mlp = self.attention, self.mlp
-        update = attention(self.attn_norm.for_reader(x, update, attention.qkv), batch, plan)
-        return mlp(self.mlp_norm.for_reader(x, update, mlp.gate_up))
+        if not isinstance(update, TokenImage):
+            update = self.attn_norm.for_reader(x, update, attention.qkv)
+        heads = attention.heads(update, batch, plan)
+        normed: Tensor | TokenImage | None = None
+        if following is not None and isinstance(update, TokenImage):
+            norm = self.mlp_norm.after_product(x, update, mlp.gate_up)
+            normed = None if norm is None else attention.output.into_norm(heads, norm)
+        if normed is None:
+            normed = self.mlp_norm.for_reader(x, attention.output(heads), mlp.gate_up)
+        if following is None or not isinstance(normed, TokenImage):
+            return mlp(normed)
+        norm = following.attn_norm.after_product(x, normed, following.attention.qkv)
+        done = None if norm is None else mlp.into_norm(normed, norm)
+        return mlp(normed) if done is None else done
 
     def whole(self, update: Tensor) -> Tensor:
         """An update of the layer, for what is no norm that adds it."""

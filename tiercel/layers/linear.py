@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tiercel.ops.block_quantize import round_fp8_g128
 from tiercel.ops.linear import LinearWeight, image_orders, linear
-from tiercel.ops.packed_gemm import TokenImage
+from tiercel.ops.packed_gemm import (
+    NextNorm,
+    TokenImage,
+    load_packed_gemm,
+    packed_gemm_norm,
+)
+from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.parallel import SINGLE, Group
 
 
@@ -41,6 +49,32 @@ class Linear:
     def image_orders(self, rows: int | None = None) -> tuple[int, ...]:
         """As of ops/linear.py."""
         return () if self.rounds_input else image_orders(self.weight, rows)
+
+    def into_norm(self, x: Tensor | TokenImage, norm: NextNorm) -> TokenImage | None:
+        """The residual += x @ W^T, and its norm, in one launch; None where there is no such one."""
+        part = self._packed_alone()
+        if part is None or not self.image_orders(x.shape[0]):
+            return None
+        return packed_gemm_norm(x, part, norm)
+
+    def load_into_norm(self, orders: Sequence[int]) -> None:
+        """Load every kernel that `into_norm` may launch for images in some orders."""
+        part = self._packed_alone()
+        if part is not None and orders and self.image_orders():
+            load_packed_gemm(part, torch.float16, orders)
+
+    def load_normed(self) -> None:
+        """Load every kernel that a call with the image of `into_norm` may launch."""
+        for part in self.weight.segments:
+            if isinstance(part, PackedWeight) and self.image_orders():
+                load_packed_gemm(part, torch.float16, is_scaled=True)
+
+    def _packed_alone(self) -> PackedWeight | None:
+        """The weight, if packed and all that a call multiplies and adds."""
+        is_plain = self.bias is None and self.out_dtype is None and self.group.size == 1
+        part = self.weight.segments[0]
+        is_alone = is_plain and len(self.weight.segments) == 1
+        return part if is_alone and isinstance(part, PackedWeight) else None
 
     def __call__(self, x: Tensor | TokenImage, out: Tensor | None = None) -> Tensor:
         if self.rounds_input and isinstance(x, Tensor):

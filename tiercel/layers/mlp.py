@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tiercel.layers.linear import Linear
 from tiercel.ops.act_mul import act_mul
-from tiercel.ops.packed_gemm import TokenImage
+from tiercel.ops.packed_gemm import NextNorm, TokenImage
 from tiercel.ops.packed_matvec import PackedWeight
-from tiercel.ops.packed_mlp import load_packed_mlp, mlp_refusal, packed_mlp
+from tiercel.ops.packed_mlp import load_packed_mlp, mlp_refusal, packed_mlp, packed_mlp_norm
 
 
 class GatedMLP:
@@ -23,10 +25,30 @@ class GatedMLP:
             load_packed_mlp(*self._packed, activation)
 
     def __call__(self, x: Tensor | TokenImage) -> Tensor:
-        linears = (self.gate_up, self.down)
-        if self._packed is not None and all(part.image_orders(x.shape[0]) for part in linears):
+        if self._packed is not None and self._takes_images(x):
             return packed_mlp(x, *self._packed, self.activation)
         return self.down(act_mul(self.gate_up(x), self.activation))
+
+    def into_norm(self, x: Tensor | TokenImage, norm: NextNorm) -> TokenImage | None:
+        """The residual += the MLP of x, and its norm; None where its launches have no such end."""
+        if self._packed is None or not isinstance(x, TokenImage) or not self._takes_images(x):
+            return None
+        return packed_mlp_norm(x, *self._packed, self.activation, norm)
+
+    def load_into_norm(self, orders: Sequence[int]) -> None:
+        """Load every kernel that `into_norm` may launch for images in some orders."""
+        if self._packed is not None and orders:
+            load_packed_mlp(*self._packed, self.activation, orders)
+
+    def load_normed(self) -> None:
+        """Load every kernel that a call with the image of a product's norm may launch."""
+        if self._packed is None:
+            self.gate_up.load_normed()
+        else:
+            load_packed_mlp(*self._packed, self.activation, is_scaled=True)
+
+    def _takes_images(self, x: Tensor | TokenImage) -> bool:
+        return all(part.image_orders(x.shape[0]) for part in (self.gate_up, self.down))
 
 
 def _packed(gate_up: Linear, down: Linear) -> tuple[PackedWeight, PackedWeight] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel.env import has_fused_gemm_norm
 from tiercel.layers.linear import Linear
-from tiercel.ops.packed_gemm import TokenImage
+from tiercel.ops.packed_gemm import NextNorm, TokenImage
 from tiercel.ops.packed_norm import load_packed_norm, norm_refusal, packed_norm
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.parallel import SINGLE, Group
@@ -37,6 +38,7 @@ class RMSNorm:
         self.out_dtype = out_dtype
         self.update_weight = update_weight
         self.group = group
+        self._is_joined = has_fused_gemm_norm()
 
     def __call__(self, x: Tensor, update: Tensor | None = None) -> Tensor:
         """x: (rows, hidden), update: of the same shape, added to x in place."""
@@ -58,11 +60,34 @@ class RMSNorm:
             return self(x, update)
         return packed_norm(x, self.weight, self.eps, orders, update)
 
+    def after_product(self, x: Tensor, before: TokenImage, reader: Linear) -> NextNorm | None:
+        """The norm as part of the product whose result x takes up; None where it is no such part.
+
+        Args:
+            x: (rows, hidden) float32, the residual.
+            before: the image of the norm before.
+            reader: of the normed rows.
+        """
+        orders = self.orders_after_product(reader, x.shape[0])
+        if before.roots is None or not orders:
+            return None
+        return NextNorm(x, self.weight, self.eps, orders, before.roots)
+
     def load_for(self, reader: Linear) -> None:
         """Load every kernel that `for_reader` may launch besides those of a call."""
         orders = reader.image_orders()
         if self._has_images(orders):
             load_packed_norm(self.weight.shape[0], orders, self.weight.device)
+
+    def orders_after_product(self, reader: Linear, rows: int | None = None) -> tuple[int, ...]:
+        """Orders of the images that `after_product` may request; () for none.
+
+        Args:
+            reader: of the normed rows.
+            rows: of them; None for any number.
+        """
+        orders = reader.image_orders(rows)
+        return orders if self._is_joined and self._has_images(orders) else ()
 
     def _has_images(self, orders: tuple[int, ...]) -> bool:
         is_plain = self.update_weight is None and self.out_dtype == torch.float16

@@ -13,6 +13,7 @@ is float32 throughout, because sums of Gemma's activations pass the range of flo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -35,6 +36,7 @@ from tiercel.models.fused_paths import FUSED_PATHS, USED, log_fused_paths
 from tiercel.models.model import TimedAttention, TimedProduct
 from tiercel.models.weights import WeightReader
 from tiercel.ops.fused_decode_step import Refusal
+from tiercel.ops.packed_gemm import TokenImage
 from tiercel.ops.prefill_attention_plan import PlannedTiles
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.parallel import SINGLE, Group
@@ -100,6 +102,8 @@ class Decoder:
         builder = DecoderBuilder(config, weights, dtype, num_positions, group)
         self.embedding = builder.embedding()
         self.layers = [builder.layer(i) for i in range(config.num_layers)]
+        for layer, following in pairwise(self.layers):
+            layer.load_before(following)
         self._samples = [self.layers[i] for i in builder.sample_layers()]
         # Layers of one shape share their plans.
         self._planners: dict[AttentionShape, Attention] = {}
@@ -187,7 +191,8 @@ class Decoder:
         return self._pass(self._samples, batch)
 
     def _pass(self, layers: Sequence[DecoderLayer], batch: Batch) -> Tensor:
-        x, update = self.embedding(batch.input_ids), None
+        x = self.embedding(batch.input_ids)
+        update: Tensor | TokenImage | None = None
         if self.fused_decode_step is not None and self.fused_decode_step.supports(batch):
             return self.fused_decode_step(x, batch)
         if self.fused_layer_tail is not None and self.fused_layer_tail.supports(batch):
@@ -195,14 +200,16 @@ class Decoder:
         if self.native_layers is not None:
             return self.native_layers(x, batch, self.pulse)
         plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
-        for layer in layers:
+        followings = [*layers[1:], None]
+        for layer, following in zip(layers, followings, strict=True):
             kind = (layer.attention.shape, layer.attention.group)
             if kind not in plans:
                 plans[kind] = layer.attention.plan(batch)
-            update = layer(x, update, batch, plans[kind])
+            update = layer(x, update, batch, plans[kind], following)
             self.pulse()
         if update is None:
             return x
+        assert isinstance(update, Tensor), "no layer follows the last one"
         update = layers[-1].whole(update)
         if self.last_update_norm is not None:
             update = self.last_update_norm(update)

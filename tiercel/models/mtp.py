@@ -71,6 +71,7 @@ class MtpHead:
         if self._native_layer is not None:
             return self._native_layer(x, batch, lambda: None)
         update = self.layer(x, None, batch, self.layer.attention.plan(batch))
+        assert isinstance(update, Tensor), "no layer follows"
         return x.add_(self.layer.whole(update))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -47,7 +47,13 @@ from tiercel.ops.packed_gemm import (
     load_packed_gemm,
     packed_gemm,
 )
-from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
+from tiercel.ops.packed_matvec import (
+    MAX_TOKENS,
+    PackedWeight,
+    packed_matvec,
+    prepare_packed,
+    weight_exponent,
+)
 from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
 from tiercel.ops.packed_repack import join_step
 from tiercel.quant import QuantTensor
@@ -294,7 +300,12 @@ def _prepare_packed(
         row += joined.shape[0]
         if qtype in PLANES:
             rest = whole if resting is None else join_step(rests)
-            segments.append(prepare_packed(rest, layout, out_dtype, is_dependent=is_dependent))
+            exponent = weight_exponent(whole)
+            segments.append(
+                prepare_packed(
+                    rest, layout, out_dtype, is_dependent=is_dependent, exponent=exponent
+                )
+            )
             if dense is not None:
                 dense[rows] = dequantize(whole, dtype)
         elif dense is not None:

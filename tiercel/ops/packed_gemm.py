@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from msgspec import Struct
@@ -34,10 +34,44 @@ class TokenImage(Struct, frozen=True):
     Attributes:
         tensors: float16, by the order of their columns (`column_order`).
         shape: (tokens, columns).
+        roots: (tokens of all tiles,) float32, what rows were multiplied by in the norm before its
+            weight; None where they are no norm's.
+        scaled: by which the rows are normed where they are read; None where they are.
     """
 
     tensors: Mapping[int, Tensor]
     shape: tuple[int, int]
+    roots: Tensor | None = None
+    scaled: kernel.NormInputs | None = None
+
+
+class NextNorm(Struct, frozen=True):
+    """The norm of the residual after a product is added to it.
+
+    Attributes:
+        x: (tokens, rows) float32, contiguous, the residual, mutated.
+        weight: (rows,) float32.
+        eps: added to the mean square, > 0.
+        orders: of its images, for what reads it.
+        roots: `TokenImage.roots` of the norm before.
+    """
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+    orders: Sequence[int]
+    roots: Tensor
+
+    def make_outputs(self) -> tuple[kernel.NormOutputs, TokenImage]:
+        """Tensors for a product to write, and the image that they then are."""
+        tokens, rows = self.x.shape
+        shape, tile = kernel.image_shape(tokens, rows), kernel.tile_tokens(tokens)
+        images = {order: self.x.new_empty(shape, dtype=torch.float16) for order in self.orders}
+        squares = self.x.new_empty(shape[0], rows // kernel.SQUARES_COLUMNS, tile)
+        written = kernel.NormOutputs(self.x, self.weight, images, squares, self.roots)
+        roots = torch.empty_like(self.roots)
+        scaled = kernel.NormInputs(squares, self.roots, roots, self.eps)
+        return written, TokenImage(images, (tokens, rows), roots, scaled)
 
 
 def column_order(weight: PackedWeight) -> int:
@@ -58,13 +92,28 @@ def is_read(weight: PackedWeight) -> bool:
     return is_whole and is_known
 
 
-def load_packed_gemm(weight: PackedWeight, out_dtype: torch.dtype) -> None:
-    """Load every kernel that `packed_gemm` may launch for a weight on a GPU."""
+def load_packed_gemm(
+    weight: PackedWeight,
+    out_dtype: torch.dtype,
+    orders: Sequence[int] = (),
+    *,
+    is_scaled: bool = False,
+) -> None:
+    """Load every kernel that `packed_gemm` may launch for a weight on a GPU.
+
+    Args:
+        weight: from `prepare_packed`.
+        out_dtype: of results.
+        orders: of images, for `packed_gemm_norm`.
+        is_scaled: whether tokens are its images.
+    """
     tensor = weight.tensor
     device = tensor.ordered_planes()[0].device
     if is_read(weight) and has_packed_gemm(device):
         shape = (tensor.shape[0], tensor.shape[1])
-        kernel.load_packed_gemm(tensor.kernel_type, shape, out_dtype, device)
+        kernel.load_packed_gemm(
+            tensor.kernel_type, shape, out_dtype, device, tuple(orders), is_scaled=is_scaled
+        )
 
 
 def make_image(x: Tensor, weight: PackedWeight) -> TokenImage:
@@ -112,10 +161,52 @@ def packed_gemm(
             image.tensors[column_order(weight)],
             out,
             (tokens, rows, in_features),
+            weight.exponent,
             kernel.select_packed_gemm(name, (rows, in_features), tokens),
+            scaled=image.scaled,
             is_dependent=weight.is_dependent,
         )
     return out
+
+
+def packed_gemm_norm(x: Tensor | TokenImage, weight: PackedWeight, norm: NextNorm) -> TokenImage:
+    """The residual += X @ W^T, and its norm for the next product, in one launch on a GPU.
+
+    Args:
+        x: as in `packed_gemm`.
+        weight: of `norm_refusal`'s columns as rows.
+        norm: of as many tokens.
+
+    Returns:
+        The image. A row's sum is rounded to float16 once, times the norm's weight and the root of
+        the norm before; what reads it multiplies its results by the quotient of both roots.
+
+    Raises:
+        ArgumentError: the shapes or dtypes disagree.
+    """
+    check_tokens("packed_gemm_norm", x, weight)
+    rows, in_features = weight.tensor.shape
+    tokens, name = x.shape[0], weight.tensor.kernel_type
+    if norm.x.shape != (tokens, rows) or rows % UNIT_COLUMNS or not tokens:
+        raise ArgumentError(
+            f"packed_gemm_norm: the residual is {tuple(norm.x.shape)} but the product is "
+            f"{(tokens, rows)}.",
+            hint=f"Pass a residual of the product's shape, in rows of {UNIT_COLUMNS}.",
+        )
+    image = make_image(x, weight) if isinstance(x, Tensor) else x
+    written, normed = norm.make_outputs()
+    kernel.launch_packed_product(
+        weight.tensor.ordered_planes(),
+        name,
+        image.tensors[column_order(weight)],
+        written,
+        (tokens, rows, in_features),
+        weight.exponent,
+        kernel.select_packed_gemm(name, (rows, in_features), tokens),
+        scaled=image.scaled,
+        is_dependent=weight.is_dependent,
+    )
+    return normed
 
 
 def check_tokens(op: str, x: Tensor | TokenImage, weight: PackedWeight) -> None:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_matvec as kernel
+from tiercel.kernels.packed.packed_gemm import select_exponent
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
-from tiercel.quant_types import PLANES, TILE_ROWS, Layout
+from tiercel.quant_types import PLANES, TILE_ROWS, Layout, QuantType
 
 MAX_TOKENS = kernel.MAX_TOKENS
 
@@ -23,11 +24,38 @@ class PackedWeight(Struct, frozen=True):
         tensor: in layout SOA, FILE or STEP, planes contiguous.
         tickets: (tiles,) int32 zeros between launches, by which the CTAs of a tile find the last
         one. is_dependent: on a GPU, whether launches may overlap the kernel before them.
+        exponent: of two, by which `packed_gemm` multiplies weights on their way.
     """
 
     tensor: QuantTensor
     tickets: Tensor
     is_dependent: bool
+    exponent: int
+
+
+# Of a block: places of fp16 factors d and dmin, the largest integer by which d is multiplied.
+_FACTORS = {
+    QuantType.Q4_K: ((0, 2), 63),
+    QuantType.Q5_K: ((0, 2), 63),
+    QuantType.Q6_K: ((208,), 128),
+    QuantType.Q4_0: ((0,), 1),
+    QuantType.Q4_1: ((0, 2), 1),
+    QuantType.Q8_0: ((0,), 1),
+    QuantType.IQ4_NL: ((0,), 1),
+    QuantType.IQ4_XS: ((0,), 32),
+}
+
+
+def weight_exponent(weight: QuantTensor) -> int:
+    """`PackedWeight.exponent` of a matrix in any layout, 0 of a type that is not multiplied."""
+    if weight.qtype not in _FACTORS:
+        return 0
+    places, most = _FACTORS[weight.qtype]
+    data = packed_repack(weight, Layout.FILE).planes["data"]
+    blocks = data.unflatten(1, (-1, weight.qtype.block_bytes))
+    factors = [blocks[:, :, at : at + 2].contiguous().view(torch.float16) for at in places]
+    largest = torch.stack([factor.abs().amax() for factor in factors]).tolist()
+    return select_exponent(most * largest[0], largest[1] if len(largest) > 1 else 0.0)
 
 
 def prepare_packed(
@@ -36,6 +64,7 @@ def prepare_packed(
     out_dtype: torch.dtype = torch.float16,
     *,
     is_dependent: bool = False,
+    exponent: int | None = None,
 ) -> PackedWeight:
     """Lay a matrix out and, on a GPU, load every kernel that `packed_matvec` may launch.
 
@@ -44,6 +73,7 @@ def prepare_packed(
         layout: to read from: SOA or FILE, or STEP, which the weight has then.
         out_dtype: of the results; kernels of another are loaded by its first product.
         is_dependent: see `PackedWeight`; needs Hopper or later.
+        exponent: from `weight_exponent`; None to find it.
 
     Raises:
         ArgumentError: the type has no planes, a plane does not fit, or there is no weight.
@@ -65,7 +95,8 @@ def prepare_packed(
         kernel.load_packed_matvec(name, tensor.shape, out_dtype, device, in_file=in_file)
         # A dependent launch reads weights before the kernel ahead of it has ended.
         torch.cuda.current_stream(device).synchronize()
-    return PackedWeight(tensor, tickets, is_dependent)
+    exponent = weight_exponent(weight) if exponent is None else exponent
+    return PackedWeight(tensor, tickets, is_dependent, exponent)
 
 
 def prepare_result(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_mlp as kernel
-from tiercel.kernels.packed.packed_gemm import image_shape
+from tiercel.kernels.packed.packed_gemm import NormOutputs, image_shape
 from tiercel.ops.act_mul import ACTIVATIONS, act_mul
 from tiercel.ops.packed_gemm import (
+    NextNorm,
     TokenImage,
     check_tokens,
     column_order,
@@ -38,12 +41,27 @@ def _types_and_sizes(
     return types, (gate_up.tensor.shape[1], down.tensor.shape[1])
 
 
-def load_packed_mlp(gate_up: PackedWeight, down: PackedWeight, activation: str) -> None:
-    """Load every kernel that `packed_mlp` may launch for matrices on a GPU."""
+def load_packed_mlp(
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    activation: str,
+    orders: Sequence[int] = (),
+    *,
+    is_scaled: bool = False,
+) -> None:
+    """Load every kernel that `packed_mlp` may launch for matrices on a GPU.
+
+    Args:
+        gate_up: from `prepare_packed`.
+        down: likewise.
+        activation: of `ops/act_mul.py`.
+        orders: of images, for `packed_mlp_norm`.
+        is_scaled: whether tokens are an image of such a product.
+    """
     device = gate_up.tensor.ordered_planes()[0].device
     if has_packed_gemm(device):
         types, sizes = _types_and_sizes(gate_up, down)
-        kernel.load_packed_mlp(types, sizes, activation, device)
+        kernel.load_packed_mlp(types, sizes, activation, device, tuple(orders), is_scaled=is_scaled)
 
 
 def packed_mlp(
@@ -73,19 +91,58 @@ def packed_mlp(
         )
     if isinstance(x, Tensor) and not x.is_cuda:
         return packed_gemm(act_mul(packed_gemm(x, gate_up, torch.float32), activation).half(), down)
+    shape, device = (x.shape[0], down.tensor.shape[0]), gate_up.tensor.ordered_planes()[0].device
+    out = prepare_result("packed_mlp", shape, device, None, None)
+    if x.shape[0]:
+        image = make_image(x, gate_up) if isinstance(x, Tensor) else x
+        _launch(image, gate_up, down, activation, out)
+    return out
+
+
+def packed_mlp_norm(
+    x: TokenImage, gate_up: PackedWeight, down: PackedWeight, activation: str, norm: NextNorm
+) -> TokenImage:
+    """The residual += the MLP of x, and its norm for the next product; see `packed_gemm_norm`.
+
+    Args:
+        x: at least one token, an image for `gate_up`.
+        gate_up: as in `packed_mlp`.
+        down: likewise.
+        activation: likewise.
+        norm: of the residual.
+
+    Raises:
+        ArgumentError: the shapes or dtypes disagree.
+    """
+    check_tokens("packed_mlp_norm", x, gate_up)
+    reason = mlp_refusal(gate_up, down)
+    if reason or norm.x.shape != (x.shape[0], down.tensor.shape[0]):
+        raise ArgumentError(
+            f"packed_mlp_norm: {reason or f'the residual is {tuple(norm.x.shape)}'}.",
+            hint="Pass gate and up with their down, and a residual of its shape.",
+        )
+    written, normed = norm.make_outputs()
+    _launch(x, gate_up, down, activation, written)
+    return normed
+
+
+def _launch(
+    image: TokenImage,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    activation: str,
+    out: Tensor | NormOutputs,
+) -> None:
     types, sizes = _types_and_sizes(gate_up, down)
     planes = gate_up.tensor.ordered_planes(), down.tensor.ordered_planes()
-    tokens = x.shape[0]
-    out = prepare_result("packed_mlp", (tokens, sizes[0]), planes[0][0].device, None, None)
-    if tokens:
-        image = make_image(x, gate_up) if isinstance(x, Tensor) else x
-        kernel.launch_packed_mlp(
-            image.tensors[column_order(gate_up)],
-            kernel.MlpMatrices(types, sizes, *planes),
-            activation,
-            out.new_empty(image_shape(tokens, sizes[1])),
-            out,
-            kernel.select_packed_mlp(types, sizes, tokens),
-            is_dependent=gate_up.is_dependent and down.is_dependent,
-        )
-    return out
+    given = image.tensors[column_order(gate_up)]
+    kernel.launch_packed_mlp(
+        given,
+        kernel.MlpMatrices(types, sizes, *planes, (gate_up.exponent, down.exponent)),
+        activation,
+        given.new_empty(image_shape(image.shape[0], sizes[1])),
+        out,
+        kernel.select_packed_mlp(types, sizes, image.shape[0]),
+        image.scaled,
+        is_dependent=gate_up.is_dependent and down.is_dependent,
+    )

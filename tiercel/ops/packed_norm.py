@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_norm as kernel
-from tiercel.kernels.packed.packed_gemm import image_shape
+from tiercel.kernels.packed.packed_gemm import image_shape, tile_tokens
 from tiercel.kernels.packed.packed_types import UNIT_COLUMNS
 from tiercel.kernels.runtime.rtc import is_dependent
 from tiercel.ops.packed_gemm import TokenImage
@@ -62,7 +62,8 @@ def packed_norm(
         )
     shape = image_shape(tokens, columns)
     images = {order: torch.empty(shape, dtype=torch.float16, device=x.device) for order in orders}
+    roots = torch.empty(shape[0] * tile_tokens(tokens), device=x.device)
     if tokens:
         dependent = is_dependent(x.device)
-        kernel.launch_packed_norm(x, update, weight, eps, images, is_dependent=dependent)
-    return TokenImage(images, (tokens, columns))
+        kernel.launch_packed_norm(x, update, weight, eps, images, roots, is_dependent=dependent)
+    return TokenImage(images, (tokens, columns), roots)

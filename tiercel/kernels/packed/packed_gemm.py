@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from msgspec import Struct
@@ -23,14 +24,25 @@ from tiercel.kernels.packed.packed_types import UNIT_TYPES
 from tiercel.kernels.runtime import rtc
 
 CAPABILITY = (9, 0)
+SQUARES_COLUMNS = 64  # of the residual, whose squares are added up together
 TOKEN_CLASSES = (32, 64, 96, 128)  # tokens of a tile; more go in several tiles
 _SMEM_BYTES = 225 << 10  # of 227, less the barriers
 _BARRIER_BYTES = 16  # of a stage
 _LEAST_STAGES, _MOST_STAGES = 2, 6
 _IMAGE_THREADS = 256
+# From so many rows on the ends of CTAs count at few tokens: two an SM, with two stages each. 32
+# tokens x 151936 x 4096 (Q6_K) take 190 us, 239 by CTAs of three warpgroups; 24576 rows 29 and 24
+# (H200, docs/notes/packed_products.md).
+_LEAST_ROWS_OF_TWO = 2 * 132 * 64 * 4
 # CTAs that surely run together in clusters of so many: a cluster is in one part of the device, and
 # 128 CTAs in fours or eights took two turns (H200, results/q4k_gemm_h200.json).
 _AT_ONCE = {1: 132, 2: 128, 3: 96, 4: 96, 6: 96, 8: 64}
+
+
+# Powers of two that weights are multiplied by: `Masks` of cuda/packed/packed_gemm_masks.cuh has
+# them times 2**10, 2**12 or 2**15 in fp16.
+_LEAST_EXPONENT, _MOST_EXPONENT = -24, 0
+_MOST_FP16 = 65504.0
 
 
 class PackedGemmConfig(Struct, frozen=True):
@@ -52,7 +64,8 @@ class PackedGemmConfig(Struct, frozen=True):
 
     def smem_bytes(self, type_name: str) -> int:
         """Dynamic shared memory of a CTA."""
-        return self.stages * (_stage_bytes(type_name, self.tokens, self.groups) + _BARRIER_BYTES)
+        stage = _stage_bytes(type_name, self.tokens, self.groups) + _BARRIER_BYTES
+        return self.stages * stage + 4 * self.tokens  # factors of tokens
 
 
 class Gate(Struct, frozen=True):
@@ -65,6 +78,71 @@ class Gate(Struct, frozen=True):
 
     activation: str
     next_order: int
+
+
+class NormInputs(Struct, frozen=True):
+    """What a product reads with an image that `NormOutputs` wrote, all float32 on a device.
+
+    Attributes:
+        squares: (tiles, columns / 64, tokens of a tile), sums over 64 columns of the residual.
+        before: (tokens of all tiles,), what rows of the norm before are multiplied by.
+        roots: likewise of this norm, overwritten.
+        eps: added to the mean square.
+    """
+
+    squares: Tensor
+    before: Tensor
+    roots: Tensor
+    eps: float
+
+
+class NormOutputs(Struct, frozen=True):
+    """What becomes of a product that updates the residual: its sum, and an image of its norm.
+
+    Attributes:
+        x: (tokens, rows) float32, contiguous, the residual, mutated.
+        weight: (rows,) float32, of the norm.
+        images: by order of columns, one or two, of `image_shape`, overwritten.
+        squares: of `NormInputs`, overwritten.
+        before: of `NormInputs`.
+    """
+
+    x: Tensor
+    weight: Tensor
+    images: Mapping[int, Tensor]
+    squares: Tensor
+    before: Tensor
+
+    @property
+    def orders(self) -> tuple[int, ...]:
+        """Of the images' columns."""
+        return tuple(self.images)
+
+
+class _RowNorm(ctypes.Structure):
+    """RowNorm of cuda/packed/packed_gemm_norm.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "second")),
+        *((name, ctypes.c_void_p) for name in ("squares", "before", "roots")),
+        ("parts", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    )
+
+    @classmethod
+    def of(cls, norm: NormInputs | NormOutputs | None) -> _RowNorm:
+        """Addresses, of which a kernel reads those it needs."""
+        result = cls()
+        if norm is None:
+            return result
+        result.squares, result.before = norm.squares.data_ptr(), norm.before.data_ptr()
+        result.parts = norm.squares.shape[1]
+        if isinstance(norm, NormInputs):
+            result.roots, result.eps = norm.roots.data_ptr(), norm.eps
+        else:
+            result.x, result.weight = norm.x.data_ptr(), norm.weight.data_ptr()
+            result.second = list(norm.images.values())[-1].data_ptr()
+        return result
 
 
 def _stage_bytes(type_name: str, tokens: int, groups: int) -> int:
@@ -110,9 +188,28 @@ def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> P
         # cost 5 such turns, sums of a cluster 1.5.
         return waves * (-(-units // splits) * groups + 5 + 1.5 * (splits > 1))
 
+    if tile == TOKEN_CLASSES[0] and shape[0] >= _LEAST_ROWS_OF_TWO:
+        return PackedGemmConfig(tile, 1, 1, _LEAST_STAGES, 2)
     groups = range(most_groups(type_name, tile), 0, -1)
     launches = itertools.product(groups, (n for n in _AT_ONCE if n <= units))
     return make_config(type_name, tile, *min(launches, key=cost))
+
+
+def select_exponent(scale: float, least: float) -> int:
+    """The power of two by which weights are multiplied. Pure.
+
+    Their integers are subnormal fp16, so that scales times 2**24 must be in its range; weights far
+    below the largest of a matrix lose bits otherwise, so the power is as large as that allows.
+
+    Args:
+        scale: the largest of a group's, >= 0.
+        least: the largest dmin, or minimum of a group, >= 0.
+    """
+    most = max(scale * 2**24, least * 2**12) / _MOST_FP16
+    if not math.isfinite(most):
+        return _LEAST_EXPONENT
+    wanted = -math.ceil(math.log2(most)) if most else _MOST_EXPONENT
+    return min(max(wanted, _LEAST_EXPONENT), _MOST_EXPONENT)
 
 
 def column_order(type_name: str) -> int:
@@ -134,9 +231,25 @@ def image_source(order: int, tile: int) -> rtc.KernelSource:
 
 @functools.cache
 def gemm_source(
-    type_name: str, out_dtype: torch.dtype, config: PackedGemmConfig, gate: Gate | None = None
+    type_name: str,
+    out_dtype: torch.dtype,
+    config: PackedGemmConfig,
+    gate: Gate | None = None,
+    orders: tuple[int, ...] = (),
+    *,
+    is_scaled: bool = False,
 ) -> rtc.KernelSource:
-    """The kernel that multiplies, as built for one kind of call."""
+    """The kernel that multiplies, as built for one kind of call.
+
+    Args:
+        type_name: of the weights.
+        out_dtype: of results.
+        config: the launch.
+        gate: as in `launch_packed_product`.
+        orders: of the images of `NormOutputs`.
+        is_scaled: whether the tokens come with `NormInputs`.
+    """
+    nexts = orders if gate is None else (gate.next_order,)
     macros = (
         ("QTYPE", UNIT_TYPES[type_name].code),
         ("TOKENS", config.tokens),
@@ -147,19 +260,40 @@ def gemm_source(
         ("OUT", OUT_CODES[out_dtype]),
         ("GATED", int(gate is not None)),
         ("IS_GELU", int(gate is not None and gate.activation == "gelu_tanh")),
-        ("NEXT", 0 if gate is None else gate.next_order),
+        ("NEXT", nexts[0] if nexts else 0),
         ("IS_BF16", 0),
         ("IN_STEP", int(UNIT_TYPES[type_name].in_step)),
+        ("RESIDUAL", int(bool(orders))),
+        ("SECOND", orders[1] if len(orders) > 1 else 0),
+        ("SCALED", int(is_scaled)),
     )
     return rtc.KernelSource("packed_gemm", macros)
 
 
 def load_packed_gemm(
-    type_name: str, shape: tuple[int, int], out_dtype: torch.dtype, device: torch.device
+    type_name: str,
+    shape: tuple[int, int],
+    out_dtype: torch.dtype,
+    device: torch.device,
+    orders: tuple[int, ...] = (),
+    *,
+    is_scaled: bool = False,
 ) -> None:
-    """Load what `select_packed_gemm` may choose for a matrix and one tile of tokens."""
+    """Load what `select_packed_gemm` may choose for a matrix and one tile of tokens.
+
+    Args:
+        type_name: of the weights.
+        shape: (rows, in) of W.
+        out_dtype: of results.
+        device: a GPU.
+        orders: of the images of `NormOutputs`; () for a result of its own.
+        is_scaled: whether the tokens come with `NormInputs`.
+    """
     configs = [select_packed_gemm(type_name, shape, tokens) for tokens in TOKEN_CLASSES]
-    sources = [gemm_source(type_name, out_dtype, config) for config in configs]
+    sources = [
+        gemm_source(type_name, out_dtype, config, None, orders, is_scaled=is_scaled)
+        for config in configs
+    ]
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, config in zip(sources, configs, strict=True):
         rtc.load_kernel(image_source(column_order(type_name), config.tokens), device)
@@ -193,10 +327,12 @@ def launch_packed_product(
     planes: Sequence[Tensor],
     type_name: str,
     image: Tensor,
-    out: Tensor,
+    out: Tensor | NormOutputs,
     shape: tuple[int, int, int],
+    exponent: int,
     config: PackedGemmConfig,
     gate: Gate | None = None,
+    scaled: NormInputs | None = None,
     *,
     is_dependent: bool,
 ) -> None:
@@ -207,21 +343,30 @@ def launch_packed_product(
         type_name: of W.
         image: of the tokens, in the order of W's columns.
         out: (tokens, rows) float16, bfloat16 or float32, unit inner stride; with a gate the image
-            of its results, of `image_shape`, float16.
+            of its results, of `image_shape`, float16; or what takes its place.
         shape: tokens, rows and columns of the product.
+        exponent: of two, by which weights are multiplied on their way, from `select_exponent`.
         config: from `select_packed_gemm`.
         gate: None for the product itself.
+        scaled: with an image from `NormOutputs`.
         is_dependent: see `rtc.launch`.
     """
     tokens, rows, columns = shape
-    source = gemm_source(type_name, out.dtype, config, gate)
+    orders: tuple[int, ...] = ()
+    stride = 0
+    if isinstance(out, NormOutputs):
+        orders, norm, written = out.orders, _RowNorm.of(out), next(iter(out.images.values()))
+    else:
+        norm, written, stride = _RowNorm.of(scaled), out, 0 if gate else out.stride(0)
+    is_scaled = scaled is not None
+    source = gemm_source(type_name, written.dtype, config, gate, orders, is_scaled=is_scaled)
     kernel = rtc.load_kernel(source, image.device, config.smem_bytes(type_name))
-    stride = 0 if gate else out.stride(0)
     arguments = [
         KernelPlanes.of(planes),
         rtc.pointer(image),
-        rtc.pointer(out),
-        *map(ctypes.c_int, (rows, columns // BLOCK, tokens, stride)),
+        rtc.pointer(written),
+        *map(ctypes.c_int, (rows, columns // BLOCK, tokens, stride, exponent)),
+        norm,
     ]
     rtc.launch(
         kernel,

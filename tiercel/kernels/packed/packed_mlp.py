@@ -17,6 +17,8 @@ from torch import Tensor
 from tiercel.kernels.packed.packed_gemm import (
     TOKEN_CLASSES,
     Gate,
+    NormInputs,
+    NormOutputs,
     PackedGemmConfig,
     column_order,
     gemm_source,
@@ -40,12 +42,14 @@ class MlpMatrices(Struct, frozen=True):
         sizes: columns of gate and up, and of down.
         gate_up: planes of the rows of gate, then of up, in layout SOA.
         down: planes of down.
+        exponents: of gate and up, and of down; see `launch_packed_product`.
     """
 
     types: Types
     sizes: Sizes
     gate_up: Sequence[Tensor]
     down: Sequence[Tensor]
+    exponents: tuple[int, int]
 
 
 def select_packed_mlp(
@@ -63,17 +67,34 @@ def select_packed_mlp(
     return first, select_packed_gemm(types[1], (hidden, inner), tokens)
 
 
-def load_packed_mlp(types: Types, sizes: Sizes, activation: str, device: torch.device) -> None:
-    """Load what `select_packed_mlp` may choose for one tile of tokens."""
+def load_packed_mlp(
+    types: Types,
+    sizes: Sizes,
+    activation: str,
+    device: torch.device,
+    orders: tuple[int, ...] = (),
+    *,
+    is_scaled: bool = False,
+) -> None:
+    """Load what `select_packed_mlp` may choose for one tile of tokens.
+
+    Args:
+        types: of gate and up, and of down.
+        sizes: columns of both.
+        activation: of `ops/act_mul.py`.
+        device: a GPU.
+        orders: of the images of `NormOutputs`; () for a result of its own.
+        is_scaled: whether the tokens come with `NormInputs`.
+    """
     gate = Gate(activation, column_order(types[1]))
     kernels = []
     for tokens in TOKEN_CLASSES:
         first, second = select_packed_mlp(types, sizes, tokens)
-        kernels += [
-            (image_source(column_order(types[0]), tokens), 0),
-            (gemm_source(types[0], torch.float16, first, gate), first.smem_bytes(types[0])),
-            (gemm_source(types[1], torch.float16, second), second.smem_bytes(types[1])),
-        ]
+        up = gemm_source(types[0], torch.float16, first, gate, is_scaled=is_scaled)
+        down = gemm_source(types[1], torch.float16, second, orders=orders)
+        kernels.append((image_source(column_order(types[0]), tokens), 0))
+        kernels.append((up, first.smem_bytes(types[0])))
+        kernels.append((down, second.smem_bytes(types[1])))
     rtc.fill_cache([source for source, _ in kernels], rtc.device_arch(device))
     for source, smem_bytes in kernels:
         rtc.load_kernel(source, device, smem_bytes)
@@ -84,8 +105,9 @@ def launch_packed_mlp(
     matrices: MlpMatrices,
     activation: str,
     between: Tensor,
-    out: Tensor,
+    out: Tensor | NormOutputs,
     configs: tuple[PackedGemmConfig, PackedGemmConfig],
+    scaled: NormInputs | None = None,
     *,
     is_dependent: bool,
 ) -> None:
@@ -96,18 +118,30 @@ def launch_packed_mlp(
         matrices: on its device.
         activation: of `ops/act_mul.py`.
         between: image of act(gate) * up, of `image_shape`, float16, overwritten.
-        out: (tokens, hidden) float16, unit inner stride.
+        out: (tokens, hidden) float16, unit inner stride; or what takes its place.
         configs: from `select_packed_mlp`.
+        scaled: with an image from `NormOutputs`.
         is_dependent: see `rtc.launch`.
     """
     (first, second), (hidden, inner) = configs, matrices.sizes
     names = matrices.types
     gate = Gate(activation, column_order(names[1]))
-    shape = (out.shape[0], 2 * inner, hidden)
+    tokens = out.x.shape[0] if isinstance(out, NormOutputs) else out.shape[0]
+    shape = (tokens, 2 * inner, hidden)
+    up, last = matrices.exponents
     launch_packed_product(
-        matrices.gate_up, names[0], image, between, shape, first, gate, is_dependent=is_dependent
+        matrices.gate_up,
+        names[0],
+        image,
+        between,
+        shape,
+        up,
+        first,
+        gate,
+        scaled,
+        is_dependent=is_dependent,
     )
-    shape = (out.shape[0], hidden, inner)
+    shape = (tokens, hidden, inner)
     launch_packed_product(
-        matrices.down, names[1], between, out, shape, second, is_dependent=is_dependent
+        matrices.down, names[1], between, out, shape, last, second, is_dependent=is_dependent
     )

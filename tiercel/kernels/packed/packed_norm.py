@@ -65,6 +65,7 @@ def launch_packed_norm(
     weight: Tensor,
     eps: float,
     images: Mapping[int, Tensor],
+    roots: Tensor,
     *,
     is_dependent: bool,
 ) -> None:
@@ -76,6 +77,7 @@ def launch_packed_norm(
         weight: (columns,) float32.
         eps: added to the mean square.
         images: by order of columns, at most `MOST_IMAGES`, of `image_shape`, overwritten.
+        roots: (tokens,) float32, what rows are multiplied by before the weight, overwritten.
         is_dependent: see `rtc.launch`; the kernel ahead may write x and update.
     """
     tokens, columns = x.shape
@@ -83,7 +85,7 @@ def launch_packed_norm(
     tile = tile_tokens(tokens)
     source = norm_source(columns, tile, orders, has_update=update is not None)
     kernel = rtc.load_kernel(source, x.device, _smem_bytes(columns))
-    pointers = (x, x if update is None else update, weight, tensors[0], tensors[-1])
+    pointers = (x, x if update is None else update, weight, tensors[0], tensors[-1], roots)
     arguments = [
         *map(rtc.pointer, pointers),
         ctypes.c_int(tokens),

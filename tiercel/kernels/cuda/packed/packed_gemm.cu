@@ -3,15 +3,16 @@
 // parameters. Macros: QTYPE (UnitType.code of packed_types.py), TOKENS (32, 64, 96 or 128), WGS
 // (warpgroups of 64 rows in a CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a
 // row's sum), STEPS (products between two waits), OUT (0 fp16, 1 bf16, 2 float32), GATED (rows are of gate and of up,
-// results act(gate) * up), IS_GELU, NEXT (order of columns of the
-// image that is then written), IN_STEP (layout of W).
+// results act(gate) * up), IS_GELU, NEXT (order of columns of the image that is then written), IN_STEP (layout of W);
+// RESIDUAL, SECOND and SCALED: packed_gemm_norm.cuh.
 //
 // A producer warp copies, for each unit of 256 columns, the planes of its rows' tiles (quant.py)
 // and the image of the tokens (packed_image.cu) into a ring. Warp w of the consumers owns tile w:
 // the fragment of quant.py for m16n8k16 is also that of a warp in wgmma. A weight is
-//   16 w = (16 d * scale) * q - 16 dmin * min   (Q4_K),   (16 d * scale) * (q - 32)   (Q6_K)
-// with the factors rounded to fp16 and one rounding after: 16 keeps the factors of real files out
-// of the subnormals, and |w| < 4094. A batch is decoded while the products of the one before run.
+//   2**e w = (2**e d * scale) * q - 2**e dmin * min   (Q4_K),   (2**e d * scale) * (q - 32)   (Q6_K)
+// with the factors rounded to fp16 and one rounding after. q is a subnormal fp16, which needs no
+// conversion; e is a matrix's, such that its largest factor is in range (`weight_exponent`).
+// A batch is decoded while the products of the one before run.
 //
 // The order of a row's sum depends on SPLITS, so on the launch: rows are not invariant here, but a
 // launch gives the same bits every time. The CTAs of a cluster add up through shared memory.
@@ -23,7 +24,7 @@
 #else
 #include "packed/packed_gemm_units32.cuh"
 #endif
-#include "packed/packed_places.cuh"
+#include "packed/packed_gemm_norm.cuh"
 
 #define ROWS (64 * WGS)
 #define X_BYTES (TOKENS * 512)
@@ -31,16 +32,25 @@
 #define STAGE_BYTES ((X_BYTES + W_BYTES + 1023) / 1024 * 1024)
 #define HALF (ROWS / 2)
 #define SUM_STRIDE (ROWS + 4)  // floats from token to token: no bank conflicts
+constexpr int MOST_EARLY = 6;  // turns of the residual in registers
 constexpr int BATCHES = 16 / STEPS, DEPTH = 2;  // batches of operands in registers
 static_assert(TOKENS * SUM_STRIDE * 4 <= STAGES * STAGE_BYTES, "sums take the place of the ring");
 static_assert(BATCHES % DEPTH == 0, "a batch's registers are known");
 
-// The sum of a row and token over the CTAs of a cluster.
-DEV float sum_at(u32 ring, int n, int r) {
-  float y = 0;
+// The sums of four rows and a token over the CTAs of a cluster; `scale` is that of weights, inverted.
+struct Four { float y[4]; };
+DEV Four sums_at(u32 ring, int n, int r, float scale) {
+  float4 part[SPLITS];
 #pragma unroll
-  for (int s = 0; s < SPLITS; ++s) y += load_remote<float>(ring + 4 * (n * SUM_STRIDE + r), s);
-  return y * 0.0625f;
+  for (int s = 0; s < SPLITS; ++s)
+    part[s] = load_remote<float4>(ring + 4 * (n * SUM_STRIDE + r), s);
+  Four sum = {};
+#pragma unroll
+  for (int s = 0; s < SPLITS; ++s)
+    sum.y[0] += part[s].x, sum.y[1] += part[s].y, sum.y[2] += part[s].z, sum.y[3] += part[s].w;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) sum.y[e] *= scale;
+  return sum;
 }
 #if GATED
 DEV float gated(float gate, float up) {
@@ -50,29 +60,40 @@ DEV float gated(float gate, float up) {
   return gate / (1 + __expf(-gate)) * up;
 #endif
 }
-// act(gate) * up of four columns of a token, to the image for the next product (packed_image.cu).
-DEV void store_gated(void* image, u32 ring, int n, int r, int column, int units) {
+// act(gate) * up of four columns of a token, to the image for the next product.
+DEV void store_gated(void* image, const Four& gate, const Four& up, int n, int column, int units) {
   u16 h[4];
 #pragma unroll
-  for (int e = 0; e < 4; ++e)
-    h[e] = float_to_half(gated(sum_at(ring, n, r + e), sum_at(ring, n, HALF + r + e)));
-  const Place to = place_of<NEXT>(column & 255);
-  const i64 row = (((i64)blockIdx.z * units + (column >> 8)) * 4 + (to.step >> 2)) * TOKENS + n;
-  u32* chunks = (u32*)image + row * 32 + to.lane;  // 8 chunks of 16 bytes
-  const int chunk = 2 * (to.step & 3);
-  chunks[4 * (chunk ^ (n & 7))] = h[0] | (u32)h[2] << 16;
-  chunks[4 * ((chunk + 1) ^ (n & 7))] = h[1] | (u32)h[3] << 16;
+  for (int e = 0; e < 4; ++e) h[e] = float_to_half(gated(gate.y[e], up.y[e]));
+  store_four<NEXT>(image, h, n, column, units);
 }
-#endif
-DEV void store(void* out, i64 at, float y) {
-#if OUT == 0
-  ((u16*)out)[at] = float_to_half(y);
-#elif OUT == 1
-  ((u16*)out)[at] = float_to_bf16(y);
+#elif !RESIDUAL
+#if OUT == 2
+typedef float Element;
+DEV float rounded(float y) { return y; }
 #else
-  ((float*)out)[at] = y;
+typedef u16 Element;
+DEV u16 rounded(float y) { return OUT == 0 ? float_to_half(y) : float_to_bf16(y); }
 #endif
+// The first `count` of four neighbours; together where they are `aligned`.
+DEV void store(void* out, i64 at, const Four& sum, int count, bool aligned) {
+  Element v[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) v[e] = rounded(sum.y[e]);
+  Element* to = (Element*)out + at;
+  if (aligned && count >= 4) {
+#if OUT == 2
+    *(float4*)to = make_float4(v[0], v[1], v[2], v[3]);
+#else
+    *(uint2*)to = make_uint2(v[0] | (u32)v[1] << 16, v[2] | (u32)v[3] << 16);
+#endif
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (e < count) to[e] = v[e];
+  }
 }
+#endif
 
 // ---- the two roles
 constexpr u32 COPIERS = IN_STEP ? 32 : 0;  // threads that arrive when their copies have
@@ -137,7 +158,7 @@ DEV void produce(const Weights& w, const u8* image, const Work& work, u32 ring, 
   }
 }
 // Enqueue the products of a batch of a unit.
-DEV void multiply(float (&sum)[TOKENS / 2], const u32* a, u32 tokens, int batch) {
+DEV void multiply(float (&sum)[TOKENS / 2], const u32* a, u64 tokens, int batch) {
   wg_fence();
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
@@ -153,7 +174,7 @@ DEV void decode(u32* a, Unit& unit, int batch, const Masks& masks) {
 // All batches of a unit but the last; each decodes the next one. `done` is the barrier of the slot
 // before. A loop of this length is not unrolled for every type.
 template <int B>
-DEV void multiply_unit(float (&sum)[TOKENS / 2], u32 (&a)[DEPTH][4 * STEPS], Unit& unit, u32 tokens,
+DEV void multiply_unit(float (&sum)[TOKENS / 2], u32 (&a)[DEPTH][4 * STEPS], Unit& unit, u64 tokens,
                        const Masks& masks, u32 done, int lane) {
   if constexpr (B < BATCHES - 1) {
     multiply(sum, a[B % DEPTH], tokens, B);
@@ -163,16 +184,17 @@ DEV void multiply_unit(float (&sum)[TOKENS / 2], u32 (&a)[DEPTH][4 * STEPS], Uni
     multiply_unit<B + 1>(sum, a, unit, tokens, masks, done, lane);
   }
 }
-DEV void consume(float (&sum)[TOKENS / 2], int count, u32 ring, u32 full, int warp, int lane) {
+DEV void consume(float (&sum)[TOKENS / 2], int count, u32 ring, u32 full, int warp, int lane,
+                 int exponent) {
   const u32 empty = full + 8 * STAGES, mine = ring + X_BYTES + warp * TILE_BYTES;
-  const Masks masks;
+  const Masks masks(exponent);
   int slot = 0, phase = 0, before = -1;
   u32 a[DEPTH][4 * STEPS];  // written while the products before read the others
   mbar_wait(full, 0);
-  Unit unit(mine, lane);
+  Unit unit(mine, lane, masks);
   decode(a[0], unit, 0, masks);
   for (int i = 0; i < count; ++i) {
-    const u32 tokens = uniform(mdesc(ring + slot * STAGE_BYTES, 0));
+    const u64 tokens = (u64)DESC_HI << 32 | uniform(mdesc(ring + slot * STAGE_BYTES, 0));
     const int next = slot + 1 == STAGES ? 0 : slot + 1;
     phase ^= next == 0;
     const u32 done = before < 0 ? 0 : empty + 8 * before;
@@ -181,7 +203,7 @@ DEV void consume(float (&sum)[TOKENS / 2], int count, u32 ring, u32 full, int wa
     multiply(sum, a[DEPTH - 1], tokens, BATCHES - 1);
     if (i + 1 < count) {  // the next unit's first steps, before the products end
       mbar_wait(full + 8 * next, phase);
-      unit = Unit(mine + next * STAGE_BYTES, lane);
+      unit = Unit(mine + next * STAGE_BYTES, lane, masks);
     }
     wg_wait<DEPTH - 1>();
     decode(a[0], unit, 0, masks);
@@ -195,11 +217,16 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
     packed_gemm(Planes planes,    // of W
              const u8* image,  // of the tokens
              void* out,        // (m, >= rows), out_stride elements from row to row
-             int rows, int blocks, int m, int out_stride) {
+             int rows, int blocks, int m, int out_stride,
+             int exponent,  // weights are multiplied times 2**exponent
+             RowNorm norm) {
   ALIGNED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, warp = uni(tid >> 5);
   const int rank = blockIdx.y, block = blockIdx.x;
   const u32 ring = shared_address(memory), full = ring + STAGES * STAGE_BYTES;
+#if SCALED
+  const u32 factors = full + 16 * STAGES;
+#endif
   launch_dependents();
   if (tid == 0) {
     for (int i = 0; i < STAGES; ++i)
@@ -216,9 +243,12 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
 #else
     produce(planes, image, work, ring, full, lane);
 #endif
+#if SCALED
+    find_factors(norm, factors, block == 0 && rank == 0, lane);
+#endif
   } else {
     float sum[TOKENS / 2] = {};
-    consume(sum, uni(work.count), ring, full, warp, lane);
+    consume(sum, uni(work.count), ring, full, warp, lane, exponent);
     bar_sync(1, 128 * WGS);  // the ring is free
     const int row = 16 * warp + (lane >> 2);
 #pragma unroll
@@ -227,22 +257,59 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
       store_shared<float>(ring + 4 * (n * SUM_STRIDE + row + 8 * (i / 2 & 1)), sum[i]);
     }
   }
+  const float unscale = __uint_as_float((127 - exponent) << 23);
+  // Of a cluster, each CTA adds up every SPLITS-th token, a thread four rows at a time.
+#if RESIDUAL
+  constexpr int FOURS = ROWS / 4, ALL = 128 * WGS + 32;
+  constexpr int TURNS = ((TOKENS + SPLITS - 1) / SPLITS * FOURS + ALL - 1) / ALL;
+  constexpr int EARLY = TURNS <= MOST_EARLY ? TURNS : 0;  // read while the cluster comes together
+  Residual own[EARLY + 1];
+  wait_for_inputs();
+#pragma unroll
+  for (int turn = 0; turn < EARLY; ++turn) {
+    const int i = tid + turn * ALL, n = i / FOURS * SPLITS + rank, row = block * ROWS + i % FOURS * 4;
+    if (n < here && row < rows) own[turn].load(norm, first_token + n, row, rows);
+  }
+#endif
 #if SPLITS > 1
   __syncwarp();
   cluster_sync();
 #else
   __syncthreads();
 #endif
-  // Of a cluster, each CTA adds up every SPLITS-th token.
+#if SCALED
+  auto scale_of = [&](int n) { return unscale * load_shared<float>(factors + 4 * n); };
+#else
+  auto scale_of = [&](int) { return unscale; };
+#endif
 #if GATED
-  for (int i = tid; i < (TOKENS - rank + SPLITS - 1) / SPLITS * (HALF / 4); i += 128 * WGS + 32) {
-    const int n = i / (HALF / 4) * SPLITS + rank, r = 4 * (i % (HALF / 4)), row = block * HALF + r;
-    if (row < rows / 2) store_gated(out, ring, n, r, row, rows / 512);
+  constexpr int FOURS = HALF / 4;
+  for (int i = tid; i < (TOKENS - rank + SPLITS - 1) / SPLITS * FOURS; i += 128 * WGS + 32) {
+    const int n = i / FOURS * SPLITS + rank, r = i % FOURS * 4, row = block * HALF + r;
+    if (row < rows / 2)
+      store_gated(out, sums_at(ring, n, r, scale_of(n)), sums_at(ring, n, HALF + r, scale_of(n)), n,
+                  row, rows / 512);
+  }
+#elif RESIDUAL
+#pragma unroll (EARLY ? EARLY : 1)
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int i = tid + turn * ALL, n = i / FOURS * SPLITS + rank, r = i % FOURS * 4;
+    const int row = block * ROWS + r;
+    const bool has = n < here && row < rows;
+    Residual& mine = own[EARLY ? turn : 0];
+    if (!EARLY && has) mine.load(norm, first_token + n, row, rows);
+    Four sum = {};
+    if (has) sum = sums_at(ring, n, r, scale_of(n));
+    add_residual(out, norm, mine, sum.y, has, n, row, rows);
   }
 #else
-  for (int i = tid; i < (here - rank + SPLITS - 1) / SPLITS * ROWS; i += 128 * WGS + 32) {
-    const int n = i / ROWS * SPLITS + rank, r = i % ROWS, row = block * ROWS + r;
-    if (row < rows) store(out, (i64)(first_token + n) * out_stride + row, sum_at(ring, n, r));
+  constexpr int FOURS = ROWS / 4;
+  const bool aligned = ((u64)out | (u64)out_stride * sizeof(Element)) % (4 * sizeof(Element)) == 0;
+  for (int i = tid; i < (here - rank + SPLITS - 1) / SPLITS * FOURS; i += 128 * WGS + 32) {
+    const int n = i / FOURS * SPLITS + rank, r = i % FOURS * 4, row = block * ROWS + r;
+    if (row < rows)
+      store(out, (i64)(first_token + n) * out_stride + row, sums_at(ring, n, r, scale_of(n)),
+            rows - row, aligned);
   }
 #endif
 #if SPLITS > 1

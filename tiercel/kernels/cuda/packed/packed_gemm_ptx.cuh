@@ -11,25 +11,23 @@
 #define R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define R48 R32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define PRODUCT(n, regs, a0, a1, a2, a3, b, h)                                               \
-  "{ .reg .b64 db; mov.b64 db, {%" b ", %" h "};\n"                                          \
+#define PRODUCT(n, regs, a0, a1, a2, a3, b)                                                  \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" regs "}, {%" a0 ", %" a1 ", %" a2 \
-  ", %" a3 "}, db, 1, 1, 1, 0; }\n"
-DEV void product(float (&d)[TOKENS / 2], const u32* a, u32 b) {
+  ", %" a3 "}, %" b ", 1, 1, 1, 0;\n"
+// The descriptor b has 64 bits here: from halves ptxas moves the constant one before each product.
+DEV void product(float (&d)[TOKENS / 2], const u32* a, u64 b) {
 #if TOKENS == 32
-  asm volatile(PRODUCT("32", R16, "16", "17", "18", "19", "20", "21")
-               : F16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
+  asm volatile(PRODUCT("32", R16, "16", "17", "18", "19", "20")
+               : F16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #elif TOKENS == 64
-  asm volatile(PRODUCT("64", R32, "32", "33", "34", "35", "36", "37")
-               : F32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
+  asm volatile(PRODUCT("64", R32, "32", "33", "34", "35", "36")
+               : F32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #elif TOKENS == 96
-  asm volatile(PRODUCT("96", R48, "48", "49", "50", "51", "52", "53")
-               : F32(0), F16(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
+  asm volatile(PRODUCT("96", R48, "48", "49", "50", "51", "52")
+               : F32(0), F16(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #else
-  asm volatile(PRODUCT("128", R64, "64", "65", "66", "67", "68", "69")
-               : F32(0), F32(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
+  asm volatile(PRODUCT("128", R64, "64", "65", "66", "67", "68")
+               : F32(0), F32(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
 // Arrives when the copies of this thread so far are there.

@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__((WIDTH + 31) / 32 * 32) packed_norm
     const uint4* update,   // of the same shape, fp16; HAS_UPDATE
     const float4* weight,  // (WIDTH * 16,)
     uint4* image, uint4* second,
+    float* roots,  // (m,), what rows are multiplied by before the weight
     int m, float eps) {
   SHARED_MEMORY(memory);
   const int tid = threadIdx.x, token = blockIdx.x;
@@ -70,6 +71,7 @@ extern "C" __global__ void __launch_bounds__((WIDTH + 31) / 32 * 32) packed_norm
     for (int k = 0; k < 16; ++k) squares = fmaf(v[k], v[k], squares);
   }
   const float scale = rsqrtf(add_up(row + SUMS, squares, tid) * (1.f / (16 * WIDTH)) + eps);
+  if (tid == 0 && token < m) roots[token] = scale;
   if (tid < WIDTH) {
     u32 pairs[8];
 #pragma unroll
