@@ -141,8 +141,7 @@ def has_fused_gemm() -> bool:
 def has_fused_gemm_norm() -> bool:
     """Whether ``TIERCEL_FUSED_GEMM_NORM`` lets those products norm the residual.
 
-    Attention then writes what they read, too. Off until a GPU has shown its results and its speed.
-    ``TIERCEL_FUSED_GEMM`` can forbid it too.
+    Off until a GPU has shown that its results are right. ``TIERCEL_FUSED_GEMM`` can forbid it too.
     """
     return read_flag("TIERCEL_FUSED_GEMM_NORM", default=False) and has_fused_gemm()
 

@@ -121,7 +121,7 @@ def test_configs_fit_every_shape(qtype):
 def test_factors_fit_float16(scale, least):
     """The largest factor is in range, and twice as large it would not be."""
     exponent = kernel.select_exponent(scale, least)
-    most = max(scale * 2.0 ** (24 + exponent), least * 2.0 ** (12 + exponent))
+    most = max(scale * 2.0 ** (24 + exponent), least * 2.0 ** (10 + exponent))
     assert 65504 / 2 < most <= 65504
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_matvec as kernel
-from tiercel.kernels.packed.packed_gemm import select_exponent
+from tiercel.kernels.packed.packed_gemm import CONVERTED_EXPONENT, select_exponent
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
@@ -33,23 +33,14 @@ class PackedWeight(Struct, frozen=True):
     exponent: int
 
 
-# Of a block: places of fp16 factors d and dmin, the largest integer by which d is multiplied.
-_FACTORS = {
-    QuantType.Q4_K: ((0, 2), 63),
-    QuantType.Q5_K: ((0, 2), 63),
-    QuantType.Q6_K: ((208,), 128),
-    QuantType.Q4_0: ((0,), 1),
-    QuantType.Q4_1: ((0, 2), 1),
-    QuantType.Q8_0: ((0,), 1),
-    QuantType.IQ4_NL: ((0,), 1),
-    QuantType.IQ4_XS: ((0,), 32),
-}
+# Of a block: places of fp16 factors d and dmin, the largest scale by which d is multiplied.
+_FACTORS = {QuantType.Q4_K: ((0, 2), 63), QuantType.Q6_K: ((208,), 128)}
 
 
 def weight_exponent(weight: QuantTensor) -> int:
-    """`PackedWeight.exponent` of a matrix in any layout, 0 of a type that is not multiplied."""
+    """`PackedWeight.exponent` of a matrix in any layout."""
     if weight.qtype not in _FACTORS:
-        return 0
+        return CONVERTED_EXPONENT
     places, most = _FACTORS[weight.qtype]
     data = packed_repack(weight, Layout.FILE).planes["data"]
     blocks = data.unflatten(1, (-1, weight.qtype.block_bytes))

@@ -40,8 +40,8 @@ _AT_ONCE = {1: 132, 2: 128, 3: 96, 4: 96, 6: 96, 8: 64}
 
 
 # Powers of two that weights are multiplied by: `Masks` of cuda/packed/packed_gemm_masks.cuh has
-# them times 2**10, 2**12 or 2**15 in fp16.
-_LEAST_EXPONENT, _MOST_EXPONENT = -24, 0
+# them times 2**10 and 2**15 in fp16. Types whose integers are converted have one for all.
+_LEAST_EXPONENT, _MOST_EXPONENT, CONVERTED_EXPONENT = -24, 0, 4
 _MOST_FP16 = 65504.0
 
 
@@ -196,16 +196,16 @@ def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> P
 
 
 def select_exponent(scale: float, least: float) -> int:
-    """The power of two by which weights are multiplied. Pure.
+    """The power of two by which weights of Q4_K or Q6_K are multiplied. Pure.
 
     Their integers are subnormal fp16, so that scales times 2**24 must be in its range; weights far
     below the largest of a matrix lose bits otherwise, so the power is as large as that allows.
 
     Args:
         scale: the largest of a group's, >= 0.
-        least: the largest dmin, or minimum of a group, >= 0.
+        least: the largest dmin, >= 0.
     """
-    most = max(scale * 2**24, least * 2**12) / _MOST_FP16
+    most = max(scale * 2**24, least * 2**10) / _MOST_FP16
     if not math.isfinite(most):
         return _LEAST_EXPONENT
     wanted = -math.ceil(math.log2(most)) if most else _MOST_EXPONENT
