@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import ssl
@@ -82,8 +83,12 @@ def pytest_collection_finish() -> None:
 
     Tests may import kernels as they run: interpreted, products of bfloat16 would be garbage.
     Each HTTP client reads certificates, which takes 20 ms, and tests make thousands, none for TLS.
+    Pytest adds handlers to each logger that does not propagate, six times a test: PyTorch has 42.
     """
     ssl.create_default_context = functools.cache(ssl.create_default_context)
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     if not HAS_GPU and importlib.util.find_spec("triton"):
         from tests.quick_interpreter import quicken
 
@@ -126,4 +131,8 @@ def _memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    """Without a GPU only the CPU's generator: for each other one a stack is formatted, and kept."""
+    if HAS_GPU:
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
