@@ -27,15 +27,6 @@ DEV u32 permute(u32 a, u32 b, u32 places) {
 DEV void store_relaxed_word(u32* p, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-// A copy of what nobody reads again: first to leave the L2, so that it displaces no records, keys or
-// values.
-DEV void load_once(u32 smem, const void* gmem, u32 bytes, u32 bar) {
-  asm volatile(
-      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], policy;\n}" ::"r"(smem), "l"(gmem), "r"(bytes), "r"(bar)
-      : "memory");
-}
 // Without a bound of its own: the copies that it waits for are bounded by MOST_TICKS.
 DEV void slot_wait(u32 bar, u32 parity) {
   asm volatile(
