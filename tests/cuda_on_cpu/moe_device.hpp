@@ -21,6 +21,10 @@ DEV uint4 load_fresh(const void* p) {
   if ((u64)p % 16) fail("alignment of a load");
   return *(const uint4*)p;
 }
+DEV void publish_shared(u32 at, u32 v) { store_shared(at, v), ++events; }
+DEV void wait_for_shared(u32 at, u32 n) {
+  while (load_shared<u32>(at) < n) give_way();
+}
 DEV u32 atomicAdd(u32* p, u32 v) {
   const u32 old = *p;
   *p += v;

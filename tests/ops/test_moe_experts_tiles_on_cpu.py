@@ -1,5 +1,7 @@
 """The CUDA source of routed experts in layout TILES, on a processor, against the oracle."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -213,16 +215,15 @@ def test_a_single_token_has_the_bits_of_many(
     weights = (torch.rand(3, topk) + 0.1) / decoded[2].std()
     many = run(products, x, ids, weights, stacks, kernel.TilesConfig(4, warps, 2, 1))
     check(many, x, ids, weights, decoded)
-    config = kernel.TilesConfig(1, warps, 2, 2, single=single)
-    for row in (0, 2):
+    for row, ctas in itertools.product((0, 2), (1, 3)):
         one = slice(row, row + 1)
-        for ctas in (1, 3):
-            products.seed = ctas
-            addend = torch.randn(1, hidden)
-            out = run(
-                products, x[one], ids[one], weights[one], stacks, config, ctas=ctas, addend=addend
-            )
-            assert torch.equal(out, many[one] + addend)
+        config = kernel.TilesConfig(1, warps, 2, 2, single=single, has_counter=ctas > 1)
+        products.seed = ctas
+        addend = torch.randn(1, hidden)
+        out = run(
+            products, x[one], ids[one], weights[one], stacks, config, ctas=ctas, addend=addend
+        )
+        assert torch.equal(out, many[one] + addend)
 
 
 def make_routing(num_tokens, kind):
@@ -249,7 +250,7 @@ def test_the_kernel_chooses_experts(kind, num_tokens, wide_case, products):
     x = torch.randn(num_tokens, HIDDEN).bfloat16()
     config = CONFIGS[1]
     if num_tokens == 1:
-        config = kernel.TilesConfig(1, 5, 2, 1, single=(5, 3))
+        config = kernel.TilesConfig(1, 5, 2, 1, single=(5, 3), has_counter=True)
     assert kernel.route_refusal(routing, shape_of(stacks, TOPK), kernel.H200) == ""
     out = run(products, x, ids, weights, stacks, config, routing=routing)
     check(out, x, ids, weights, decoded)

@@ -37,7 +37,7 @@ _LEAST_PARTS: Final = 4  # if there are so many units
 _MOST_PARTS: Final = 8
 _WARPS: Final = 16
 _LISTED_WORDS: Final = 4  # of a pair in the list of chunks
-_FLAG_WORDS: Final = 4
+_FLAG_WORDS: Final = 20  # and items that groups of warps have written
 GRID_WORDS: Final = 256
 _COPIED: Final = 8  # columns of x that are read together
 _MOST_SINGLE: Final = 16
@@ -107,6 +107,7 @@ class TilesConfig:
         buffers: of sums, of a group of warps.
         ctas: of an SM.
         single: warps that share an item of gate and up, and of down, if there is one token.
+        has_counter: whether one more warp counts for that token what the others have written.
     """
 
     columns: int
@@ -115,6 +116,7 @@ class TilesConfig:
     buffers: int
     ctas: int = 1
     single: tuple[int, int] | None = None
+    has_counter: bool = False
 
 
 # Warps at most, stages, buffers; the first that fits is taken. One token of Flash, Q2_K: 2 stages
@@ -303,6 +305,7 @@ def cuda_source(
         ("CTAS", config.ctas),
         ("SINGLE", int(config.single is not None)),
         ("ROUTED", routed),
+        ("COUNTER", int(config.has_counter)),
     )
     return rtc.KernelSource("moe_experts_tiles", macros)
 
@@ -491,7 +494,7 @@ def launch_moe_experts_tiles(
     rtc.launch(
         kernel,
         1,
-        32 * config.warps,
+        32 * (config.warps + config.has_counter),
         [work],
         grid_y=num_sms * config.ctas,
         is_dependent=is_dependent,

@@ -137,6 +137,7 @@
 #define PHASE 0
 #define QUARTERS_AHEAD 11
 #define ROWS 2048
+#define COUNTER 0
 #define ROUTED 1
 #define SINGLE 0
 #define TOPK 6

@@ -20,6 +20,19 @@ DEV void mma_digits(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
 }
 DEV u32 warp_largest(u32 v) { return __reduce_max_sync(~0u, v); }
 DEV u32 warp_least(u32 v) { return __reduce_min_sync(~0u, v); }
+// A word by which a warp of a CTA waits for another, and what that one wrote to any memory before.
+DEV void publish_shared(u32 address, u32 value) {
+  asm volatile("fence.acq_rel.cta;\nst.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value)
+               : "memory");
+}
+// Until it is n or more; a wait that never ends becomes a trap (after seconds), not a hang.
+DEV void wait_for_shared(u32 address, u32 n) {
+  asm volatile(
+      "{ .reg .pred p; .reg .u32 v, i; mov.u32 i, 0;\n"
+      "WAIT: ld.volatile.shared.u32 v, [%0]; setp.ge.u32 p, v, %1;\n@p bra DONE;\n"
+      "add.u32 i, i, 1; setp.gt.u32 p, i, 100000000;\n@p trap;\nbra WAIT;\n"
+      "DONE: fence.acq_rel.cta; }" ::"r"(address), "r"(n) : "memory");
+}
 // What another CTA of this launch, or the kernel ahead, writes: never from the first-level cache.
 DEV uint4 load_fresh(const void* p) {
   uint4 v;

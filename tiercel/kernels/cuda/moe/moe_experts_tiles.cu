@@ -7,7 +7,7 @@
 // DOWN_TOTAL (numbers of whole matrices: 0 none, 1 factors, 2 divisors), OUT (0 fp16, 1 bf16, 2
 // float32), CTAS (an SM, for the registers), SINGLE (there is one token), GATE_WARPS, DOWN_WARPS (that
 // share an item: as many as parts, or if SINGLE more), ROUTED (0: experts are given, else
-// moe_experts_route.cuh).
+// moe_experts_route.cuh), COUNTER (if SINGLE: one more warp counts what the others have written).
 //
 // Pairs (token, slot) of one expert are cut into chunks. An item is 16 rows of gate and up of a
 // chunk, then 32 rows of down. CTAs own equal ranges of all items; the groups of a CTA take turns,
@@ -28,7 +28,14 @@
 #include "moe/moe_experts_route.cuh"
 #endif
 
-#define THREADS_OF_CTA (32 * WARPS)
+#define THREADS_OF_CTA (32 * WARPS)  // that multiply
+// All warps that multiply.
+DEV void meet_all() {
+  if (COUNTER)
+    bar_sync(15, THREADS_OF_CTA);
+  else
+    __syncthreads();
+}
 constexpr u32 PART_STEP = (COLUMNS + 1) / 2 * 128;  // bytes of a part's sums of 16 rows
 
 template <int PHASE> struct Phase;
@@ -60,6 +67,7 @@ constexpr int COUNTED = 2;  // tickets ahead of the chunks': CTAs that have fini
 // Of a single token: places in the order of a CTA's groups, of 32 output columns each.
 constexpr int PLACES = (TOPK + Down::GROUPS - 1) / Down::GROUPS * Down::GROUPS;
 static_assert(Gate::PARTS <= Gate::UNITS && Down::PARTS <= Down::UNITS, "parts");
+static_assert(!COUNTER || (SINGLE && WARPS <= 16), "counter");
 static_assert(!SINGLE || (COLUMNS == 1 && 32 * TOPK <= FOLDS), "one token");
 
 struct Stack {
@@ -91,6 +99,7 @@ constexpr bool HAS_GRID = GATE_TYPE == 12 || DOWN_TYPE == 12;  // IQ2_XXS
 // The chunks, in shared memory; sorted ahead they stay in global memory.
 struct Chunks {
   u32 *counts, *order, *ranks, *flags, *grid;
+  u32* written;    // items of a group of warps whose h is written, if COUNTER
   u32* own;        // 2 a chunk: expert | size << 16, place of its first pair in `order`
   u32* pairs;      // of the chunk at hand, or of a single token
   float* weights;  // of those
@@ -100,7 +109,7 @@ struct Chunks {
   DEV explicit Chunks(u8* at) {
     u32* words = (u32*)at;
     pairs = words, weights = (float*)(words + HELD), flags = words + 2 * HELD;
-    grid = flags + 4, counts = grid + (HAS_GRID ? 256 : 0), order = counts + EXPERTS;
+    written = flags + 4, grid = flags + 20, counts = grid + (HAS_GRID ? 256 : 0), order = counts + EXPERTS;
     ranks = order + FOLDS, own = ranks + FOLDS, sums = (float*)order;  // which one token does not need
     routed = (float*)(own + 2 * FOLDS);
   }
@@ -129,7 +138,7 @@ struct Chunks {
       route_token(w.routing, token, lane, expert, weight);
       if (lane < TOPK) ranks[token * TOPK + lane] = expert, routed[token * TOPK + lane] = weight;
     }
-    __syncthreads();
+    meet_all();
 #endif
 #if SINGLE
     own_expert = lane < TOPK ? (int)id_of(w, lane) : 0;
@@ -138,7 +147,7 @@ struct Chunks {
 #elif FOLDS
     for (int e = tid; e < EXPERTS; e += THREADS_OF_CTA) counts[e] = 0;
     for (int i = tid; i < num_pairs; i += THREADS_OF_CTA) ranks[i] = id_of(w, i);
-    __syncthreads();
+    meet_all();
     if (tid < 32) {
       for (int i = lane; i - lane < num_pairs; i += 32) {
         const bool is_pair = i < num_pairs && (int)ranks[i] >= 0;  // -1: another rank's
@@ -172,19 +181,19 @@ struct Chunks {
         before += count + ((count + COLUMNS - 1) / COLUMNS << 16);
       }
     }
-    __syncthreads();
+    meet_all();
     for (int i = tid; i < num_pairs; i += THREADS_OF_CTA)
       if ((int)ranks[i] >= 0) order[counts[ranks[i] & 0xffff] + (ranks[i] >> 16)] = i;
 #else
     if (tid == 0) flags[0] = 0;
-    __syncthreads();
+    meet_all();
     u32 used = 0;  // chunks that nothing fills are the last ones
     for (int i = tid; i < w.num_chunks; i += THREADS_OF_CTA)
       used += w.pairs[(i64)i * COLUMNS] < num_pairs;
     if (used) atomicAdd(flags, used);
 #endif
 #if !SINGLE
-    __syncthreads();
+    meet_all();
     num = flags[0];
 #endif
   }
@@ -427,6 +436,15 @@ DEV void count_item(u32* done, int& chunk, int lane) {
   if (lane == 0) add_release(done + chunk, 1);
   chunk = -1;
 }
+// The warp that counts: a lane has the items of a group. Its fences wait for no copies, and no warp
+// waits for it.
+DEV void count_items(const Work& w, const Chunks& c, int num, int lane) {
+  u32 count = 0;
+  for (int item = lane; lane < Gate::GROUPS && item < num; item += Gate::GROUPS) {
+    wait_for_shared(shared_address(c.written + lane), ++count);
+    add_release(w.tickets + COUNTED + find_item<0>(item).chunk, 1);
+  }
+}
 // What a CTA owns of a phase, chunk after chunk; a single token's pairs have the same x.
 template <int PHASE>
 DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
@@ -436,6 +454,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
   const u32 mine = sums + group * (BUFFERS * 2 * P::SLOTS * PART_STEP);
   u32* done = w.tickets + COUNTED;
   int item = group < P::GROUPS ? own.first + group : own.last, buffer = 0, turn = f.warp % P::PARTS;
+  u32 items = 0;
   int written = -1;  // chunk of an item of a single token, which this warp has not counted yet
   for (int low = own.first; low < own.last;) {
     const int chunk = low / P::ITEMS, high = SINGLE ? own.last : min(own.last, (chunk + 1) * P::ITEMS);
@@ -445,9 +464,9 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
       c.pairs[tid] = pair, c.weights[tid] = c.weight_of(w, pair);
     }
     if (PHASE && tid == 0) wait_for_count(done + chunk, Gate::ITEMS);
-    __syncthreads();
+    meet_all();
     if (!SINGLE || PHASE) Staging<PHASE>::run(w, c.pairs, rows, 0, m, tid);
-    __syncthreads();
+    meet_all();
     for (; item < high; item += P::GROUPS) {
       const Item<PHASE> at = find_item<PHASE>(item);
       const int expert = c.expert(w, at.chunk);
@@ -462,7 +481,11 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
           const float y = sum_of_down(w, here, expert, i);
           if (row < HIDDEN) __stcg(w.y + (i64)c.pairs[i >> 5] * HIDDEN + row, y);
         }
-      if (SINGLE) {  // later: it waits until what was written is there
+      ++items;
+      if (COUNTER) {
+        __syncwarp();
+        if (turn == 0 && f.lane == 0) publish_shared(shared_address(c.written + group), items);
+      } else if (SINGLE) {  // later: it waits until what was written is there
         count_item(done, written, f.lane);
         if (turn == 0) written = at.chunk;
       }
@@ -472,7 +495,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
       count_item(done, written, f.lane);
       break;
     }
-    __syncthreads();
+    meet_all();
     if (PHASE == 0 && tid == 0) {
       __threadfence();
       add_release(done + chunk, high - low);
@@ -488,7 +511,7 @@ DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums,
   const u32 mine = sums + group * (BUFFERS * 2 * Down::SLOTS * PART_STEP);
   const Range own = f.ranges[1];
   int buffer = 0, turn = f.warp % Down::PARTS;
-  __syncthreads();
+  meet_all();
   for (int item = own.first; item < own.last; item += PLACES) {
     const int place = item / PLACES;
     float* slots = c.sums + (place & 1) * (32 * TOPK);
@@ -497,9 +520,9 @@ DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums,
       const int first = late ? PLACES - Down::GROUPS : 0, last = late ? TOPK : PLACES - Down::GROUPS;
       if (item == own.first) {
         if (first + tid < last) wait_for_count(w.tickets + COUNTED + first + tid, Gate::ITEMS);
-        __syncthreads();
+        meet_all();
         Staging<1>::run(w, c.pairs, rows, first, last, tid);
-        __syncthreads();
+        meet_all();
       }
       for (int k = first + group; group < Down::GROUPS && k < last; k += Down::GROUPS) {
         const u32 here = mine + buffer * (2 * Down::SLOTS * PART_STEP);
@@ -508,7 +531,7 @@ DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums,
         leave_sums<Down>(group, buffer, turn);
       }
     }
-    __syncthreads();
+    meet_all();
     const int column = 32 * place + tid;
     if (tid >= 32 || column >= HIDDEN) continue;
     float total = slots[tid];
@@ -519,13 +542,13 @@ DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums,
 
 // When all CTAs have finished, add the slots in their order, an equal share of the outputs.
 DEV void sum_slots(const Work& w, int tid) {
-  __syncthreads();
+  meet_all();
   if (tid == 0) {
     __threadfence();
     add_release(w.tickets, 1);
     wait_for_count(w.tickets, gridDim.y);
   }
-  __syncthreads();
+  meet_all();
   const int num = w.num_tokens * (HIDDEN / 4), step = gridDim.y * THREADS_OF_CTA;
   for (int i = blockIdx.y * THREADS_OF_CTA + tid; i < num; i += step) {
     const int n = i / (HIDDEN / 4), column = 4 * (i - n * (HIDDEN / 4));
@@ -546,12 +569,12 @@ DEV void sum_slots(const Work& w, int tid) {
 // The last CTA that leaves makes the tickets zeros again.
 DEV void leave(const Work& w, const Chunks& c, int tid) {
   if (tid == 0) c.flags[1] = atomicInc(w.tickets + 1, gridDim.y - 1);
-  __syncthreads();
+  meet_all();
   if (c.flags[1] == gridDim.y - 1)
     for (int i = tid; i < COUNTED + c.num; i += THREADS_OF_CTA) w.tickets[i] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_tiles(Work w) {
+extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA + 32 * COUNTER, CTAS) moe_experts_tiles(Work w) {
   SHARED_MEMORY(memory);
   const u32 smem = shared_address(memory);
   const int tid = threadIdx.x, lane = tid & 31;
@@ -563,8 +586,16 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_t
       for (int k = 0; k < 8; ++k) places |= (w.grid[i] >> 2 * k & 3u) << 4 * k;
       chunks.grid[i] = places;
     }
+  if (COUNTER) {
+    if (tid < 16) chunks.written[tid] = 0;
+    __syncthreads();
+  }
   wait_for_inputs();
   launch_dependents();
+  if (COUNTER && tid >= THREADS_OF_CTA) {
+    const Range own = own_items<Gate>(TOPK);
+    return count_items(w, chunks, own.last - own.first, lane);
+  }
   // Ahead of the weights: behind them it would wait for as much as all rings hold.
   Staging<0> token;
   if (SINGLE) token.load(w, nullptr, 1, tid);
