@@ -27,6 +27,7 @@ from tiercel.ops import linear_group as op
 from tiercel.ops.linear_group import GroupMatrix
 
 SMALL = LinearStreamConfig(3, 2)
+BULK = SMALL._replace(has_bulk_x=True)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def formats(columns):
         (2176, 5, 3, SMALL),
         (1152, 8, 2, LinearStreamConfig(2, 1, 16)),
         (256, 1, 40, LinearStreamConfig(4, 4)),
-        (640, 3, 1, LinearStreamConfig(5, 3)),
+        (640, 3, 1, LinearStreamConfig(5, 3, has_bulk_x=True)),
     ],
     ids=str,
 )
@@ -103,9 +104,12 @@ def test_x_is_normed_or_rotated_after_the_wait(on_kernel):
     ):
         on_kernel.seed = seed
         x = torch.randn(2, wide).bfloat16()
-        on_kernel.late = [x]
-        # Groups of 128 rows: CTAs with one part of x, and with two.
-        check(run(x, group, num_sms=4, **options), wanted(x, group, **options))
+        for config in (SMALL, BULK):
+            kept = x.clone()
+            on_kernel.late = [x]
+            # Groups of 128 rows: CTAs with one part of x, and with two.
+            found = run(x, group, config, num_sms=4, **options)
+            check(found, wanted(kept, group, **options))
 
 
 def run_chain(x, first, following, config, num_sms, rotation):
@@ -135,10 +139,10 @@ def test_a_chain_has_the_bits_of_two_launches(kind, on_kernel):
     apart = run_group(x, first, num_sms=3, rotation=rotation, limit=LIMIT)
     source = apart[following.source].contiguous()
     apart += run_group(source, others, num_sms=3, norm=following.norm)
-    for seed, num_sms in ((1, 3), (2, 5)):
+    for seed, num_sms, config in ((1, 3, SMALL), (2, 5, BULK)):
         on_kernel.seed = seed
         on_kernel.late = [x]
-        found = run_chain(x, first, following, SMALL, num_sms, rotation)
+        found = run_chain(x, first, following, config, num_sms, rotation)
         for one, other in zip(found, apart, strict=True):
             assert torch.equal(one, other)
 

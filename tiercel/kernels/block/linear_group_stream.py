@@ -39,7 +39,7 @@ AHEAD: Final = 4  # stages on their way: 64 KB, more than the memory delivers wi
 _PRODUCERS: Final = 4  # warps that request weights
 _MOST_STAGES: Final = 16
 _LEAST_STAGES: Final = 3
-_BARRIER_BYTES: Final = 256
+_BARRIER_BYTES: Final = 384
 _SUM_BYTES: Final = 2 * 512  # of a warp, in two buffers
 
 
@@ -50,11 +50,16 @@ class LinearStreamConfig(NamedTuple):
         stages: of the ring.
         ahead: of them on their way at a time, at most.
         warps: that multiply.
+        ctas: that a multiprocessor has room for: with two, the next launch's first weights come
+            while this one multiplies.
+        has_bulk_x: whether x of the first group comes by bulk copies.
     """
 
     stages: int
     ahead: int
     warps: int = WARPS
+    ctas: int = 1
+    has_bulk_x: bool = False
 
 
 class StreamGroup(NamedTuple):
@@ -129,6 +134,8 @@ def cuda_source(
         ("TILES", config.warps // parts),
         ("STAGES", config.stages),
         ("AHEAD", config.ahead),
+        ("CTAS", config.ctas),
+        ("BULK_X", int(config.has_bulk_x)),
         ("INPUT", kind_of_input),
         ("NEXT_KINDS", next_kinds),
         ("NEXT_PARTS", next_parts),

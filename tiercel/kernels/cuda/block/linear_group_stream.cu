@@ -15,7 +15,8 @@
 //
 // Macros: IS_BF16 (1), KINDS (1: FP8 in blocks of 128 columns, 2: bfloat16,
 // added), PARTS, TILES, STAGES (of the
-// ring), AHEAD, INPUT (0: x as it is, 1: normed, 2: heads rotated back, and groups); NEXT_KINDS,
+// ring), AHEAD, CTAS (an SM, for the registers), BULK_X (x of
+// the first group comes by bulk copies), INPUT (0: x as it is, 1: normed, 2: heads rotated back, and groups); NEXT_KINDS,
 // NEXT_PARTS and NEXT_INPUT of a second group, 0 parts for none.
 #define CONSUMERS (PARTS * TILES)
 #define PRODUCERS 4
@@ -33,15 +34,17 @@ DEV void meet_consumers() { bar_sync(15, 32 * CONSUMERS); }
 #define GONE 1
 static_assert(STAGES <= 16 && AHEAD >= 1, "ring");
 
-template <int KINDS_, int PARTS_, int INPUT_> struct Work {
+template <int KINDS_, int PARTS_, int INPUT_, bool BULK_> struct Work {
+  static constexpr bool BULK = BULK_;
   static constexpr int FORMATS = KINDS_, SHARED = PARTS_, GIVEN = INPUT_;  // SHARED: warps of a tile
   static constexpr int BLOCK = CONSUMERS / PARTS_;                          // tiles
   static constexpr u32 PITCH = PARTS_ * 128 + 64;  // of a stage's rows: no bank conflicts
   static constexpr u32 BYTES = 16 * BLOCK * PITCH;  // of a stage
 };
-typedef Work<KINDS, PARTS, INPUT> First;
+typedef Work<KINDS, PARTS, INPUT, BULK_X> First;
 #if NEXT_PARTS
-typedef Work<NEXT_KINDS, NEXT_PARTS, NEXT_INPUT> Next;
+// Bulk copies do not see what other CTAs of this launch write.
+typedef Work<NEXT_KINDS, NEXT_PARTS, NEXT_INPUT, false> Next;
 constexpr u32 STAGE = First::BYTES > Next::BYTES ? First::BYTES : Next::BYTES;
 constexpr bool HAS_NORM = INPUT == NORMED || NEXT_INPUT == NORMED;
 #else
@@ -49,14 +52,14 @@ constexpr u32 STAGE = First::BYTES;
 constexpr bool HAS_NORM = INPUT == NORMED;
 #endif
 
-// Shared memory: mbarriers (full, empty), the ring, two buffers of sums, weights of a norm, x.
+// Shared memory: mbarriers (full, empty, of x), the ring, two buffers of sums, weights of a norm, x.
 struct Memory {
-  u32 full, empty, ring;
+  u32 full, empty, has_x, ring;  // of mbarriers, the ring
   float *sums, *norm_weight;
   u8* x;
   DEV Memory(u8* at, int most_columns) {
-    full = shared_address(at), empty = full + 128, ring = full + 256;
-    sums = (float*)(at + 256 + STAGES * STAGE);
+    full = shared_address(at), empty = full + 128, has_x = full + 256, ring = full + 384;
+    sums = (float*)(at + 384 + STAGES * STAGE);
     norm_weight = sums + CONSUMERS * 2 * 128;
     x = (u8*)(norm_weight + (HAS_NORM ? most_columns : 0));
   }
@@ -140,9 +143,44 @@ template <class W> DEV void touch_scales(const Group& group, int columns) {
     }
   });
 }
+// Runs of 8 channels of x in shared memory that rotate, from `first_column` of x on.
+template <class Visit> DEV void each_rotated(const Input& in, int first_column, Visit visit) {
+  const int runs = in.columns / 8;
+  for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * CONSUMERS) {
+    const int token = i / runs, own = 8 * (i - token * runs), column = first_column + own;
+    const int channel = column % in.head - (in.head - in.rotary);
+    if (channel >= 0) visit(token, own, column, channel);
+  }
+}
+// Columns of x to shared memory, a row a copy; then normed or rotated where they are.
+template <int GIVEN>
+DEV void copy_x(const Input& in, const Memory& memory, int first_column, u32 turn) {
+  const u32 row_bytes = 2 * in.columns;
+  if (threadIdx.x == 0) {
+    mbar_expect(memory.has_x, in.num_tokens * row_bytes);
+    for (int token = 0; token < in.num_tokens; ++token)
+      copy_bulk(shared_address(memory.x + token * row_of_x(in.columns)),
+                in.x + token * in.stride + first_column, row_bytes, memory.has_x);
+  }
+  const bool has_angles = GIVEN == ROTATED && in.table;
+  if (has_angles)  // into the L1 meanwhile
+    each_rotated(in, first_column, [&](int token, int, int, int channel) {
+      const float* angles = in.table + position_of(in, token) * in.rotary + channel / 2;
+      load_read_only<u32>(angles), load_read_only<u32>(angles + in.rotary / 2);
+    });
+  mbar_wait(memory.has_x, turn);
+  if (has_angles)
+    each_rotated(in, first_column, [&](int token, int own, int column, int) {
+      uint4* at = (uint4*)(memory.x + token * row_of_x(in.columns) + 2 * own);
+      *at = rotate_back(*at, in, column, token);
+    });
+  if (GIVEN == NORMED) meet_consumers(), norm_rows(in, memory.norm_weight, memory.x);
+  meet_consumers();
+}
+
 struct Consumer {
   int slot = 0, buffer = 0;
-  u32 turn = 0;
+  u32 turn = 0, turn_of_x = 0;
 
   template <class W, int KIND>
   DEV void multiply(const Memory& memory, const Matrix& m, const Input& in, int first, int end) {
@@ -210,8 +248,11 @@ struct Consumer {
     each_run<W>(group, in.columns, [&](const Matrix& m, int first, int end) {
       const int column = W::GIVEN == ROTATED ? first / m.group_rows * in.columns : 0;
       if (column != staged) {
-        if (staged >= 0) meet_consumers();
-        stage_x<W::GIVEN>(in, memory.norm_weight, memory.x, column);
+        if (staged >= 0) fence_shared_writes(), meet_consumers();
+        if constexpr (W::BULK)
+          copy_x<W::GIVEN>(in, memory, column, turn_of_x), turn_of_x ^= 1;
+        else
+          stage_x<W::GIVEN>(in, memory.norm_weight, memory.x, column);
         staged = column;
       }
       if constexpr (W::FORMATS & 1)
@@ -235,7 +276,7 @@ struct AfterAllCtas {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
     linear_group_stream(const __grid_constant__ Group group, const __grid_constant__ Input in
 #if NEXT_PARTS
                         , const __grid_constant__ Group next, const __grid_constant__ Input next_in,
@@ -252,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < STAGES; ++slot)
       mbar_init(memory.full + 8 * slot, PRODUCERS), mbar_init(memory.empty + 8 * slot, CONSUMERS);
+    mbar_init(memory.has_x, 1);
     mbar_fence();
   }
   __syncthreads();
