@@ -107,6 +107,7 @@ class TilesConfig:
         buffers: of sums, of a group of warps.
         ctas: of an SM.
         single: warps that share an item of gate and up, and of down, if there is one token.
+        lead: of the units in flight those of gate and up, for one token; None for all.
         has_counter: whether one more warp counts for that token what the others have written.
     """
 
@@ -117,6 +118,7 @@ class TilesConfig:
     ctas: int = 1
     single: tuple[int, int] | None = None
     has_counter: bool = False
+    lead: int | None = None
 
 
 # Warps at most, stages, buffers; the first that fits is taken. One token of Flash, Q2_K: 2 stages
@@ -306,6 +308,7 @@ def cuda_source(
         ("SINGLE", int(config.single is not None)),
         ("ROUTED", routed),
         ("COUNTER", int(config.has_counter)),
+        ("LEAD", config.lead or config.stages),
     )
     return rtc.KernelSource("moe_experts_tiles", macros)
 
