@@ -77,9 +77,9 @@ def formats(columns):
 @pytest.mark.parametrize(
     ("columns", "num_tokens", "num_sms", "config"),
     [
-        (2176, 5, 3, SMALL),
+        pytest.param(2176, 5, 3, SMALL, marks=pytest.mark.slow),
         (1152, 8, 2, LinearStreamConfig(2, 1, 16)),
-        (256, 1, 40, LinearStreamConfig(4, 4)),
+        pytest.param(256, 1, 40, LinearStreamConfig(4, 4), marks=pytest.mark.slow),
         (640, 3, 1, LinearStreamConfig(5, 3, has_bulk_x=True)),
     ],
     ids=str,
@@ -107,8 +107,8 @@ def test_x_is_normed_or_rotated_after_the_wait(on_kernel):
         for config in (SMALL, BULK):
             kept = x.clone()
             on_kernel.late = [x]
-            # Groups of 128 rows: CTAs with one part of x, and with two.
-            found = run(x, group, config, num_sms=4, **options)
+            # Three groups of 128 rows: CTAs with one part of x, and with two.
+            found = run(x, group, config, num_sms=4 if config is SMALL else 2, **options)
             check(found, wanted(kept, group, **options))
 
 
@@ -130,7 +130,9 @@ def run_chain(x, first, following, config, num_sms, rotation):
     return results
 
 
-@pytest.mark.parametrize("kind", ["queries", "output", "shared expert"])
+@pytest.mark.parametrize(
+    "kind", ["queries", "output", pytest.param("shared expert", marks=pytest.mark.slow)]
+)
 def test_a_chain_has_the_bits_of_two_launches(kind, on_kernel):
     x, first, following, rotation = make_chain(kind)
     x = x.contiguous()

@@ -151,7 +151,9 @@ def _place(matrices: Sequence[GroupPlanes], num_ctas: int) -> tuple[GroupStruct,
         group.matrices[place] = matrix_of(planes, first_unit=first)
         first += planes.weights.nbytes // UNIT_BYTES
         kinds |= 1 << planes.kind
-    group.each, group.more = divmod(first, num_ctas)
+    # Whole CTAs for each part of x, if there are several: none waits for a second one.
+    parts = max(planes.num_groups for planes in matrices)
+    group.each, group.more = divmod(first, num_ctas - num_ctas % parts or num_ctas)
     return group, kinds
 
 
