@@ -156,6 +156,8 @@ def linear_group_sources() -> Iterator[rtc.KernelSource]:
                 ring = linear_group_stream.LinearStreamConfig(10, 4)
                 parts = linear_group.parts_of(columns)
                 yield linear_group_stream.cuda_source(kinds, given, parts, ring)
+            if kinds % 2:
+                yield linear_group.cuda_source(kinds, given, config, has_half=True)
 
 
 def blackwell_sources() -> Iterator[rtc.KernelSource]:

@@ -142,6 +142,12 @@ def on_kernel(on_processor):
     return on_processor
 
 
+@pytest.fixture(params=[False, True], ids=["bfloat16", "float16"])
+def _in_both_types(request, monkeypatch):
+    """E4M3 is multiplied in bfloat16, as before sm_89, and in float16."""
+    monkeypatch.setattr(kernel, "HALF_X", request.param)
+
+
 @pytest.mark.usefixtures("on_kernel")
 @pytest.mark.parametrize(("config", "num_sms"), CONFIGS, ids=str)
 def test_formats_match_oracle(config, num_sms):
@@ -196,7 +202,7 @@ def test_pairs_and_addends(limit):
     assert (relative_error(found[1], unclamped[1]) > 0.01) == (limit is not None)
 
 
-@pytest.mark.usefixtures("on_kernel")
+@pytest.mark.usefixtures("on_kernel", "_in_both_types")
 def test_every_number_of_e4m3_and_scale():
     """Each finite E4M3 by itself, subnormal ones too, then scales of 2^-127 to 2^120 and NaN."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -216,6 +222,22 @@ def test_every_number_of_e4m3_and_scale():
     expected = torch.exp2(powers.double() - 127).float()
     expected[5] = float("nan")
     torch.testing.assert_close(found[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("on_kernel", "_in_both_types")
+def test_tokens_of_any_magnitude():
+    """A token beside much larger and smaller ones, and one of zeros, NaN and infinity."""
+    x = make_x(6, 256)
+    x[:4] *= torch.tensor([2.0**-100, 2.0**60, 1.0, 0.0])[:, None]
+    x[4, 7], x[5, 9] = float("nan"), float("inf")
+    matrices = floats(make_fp8((40, 256)))
+    found = run(x, matrices)[0]
+    expected = wanted(x[:4], matrices)[0]
+    for token in range(3):
+        assert relative_error(found[token], expected[token]) <= EXACT
+    assert not found[3].any()
+    assert found[4].isnan().all()
+    assert not found[5].isfinite().any()
 
 
 @pytest.mark.usefixtures("on_kernel")

@@ -42,6 +42,8 @@ _RESERVED_BYTES = 1 << 10  # of shared memory, by the system for each CTA
 _SM_BYTES, CTA_BYTES = 228 << 10, 227 << 10
 _X_BYTES = 128 << 10  # of shared memory, at most, for x and sums of three CTAs
 H200_SMS = 132
+HALF_X = False  # whether E4M3 is multiplied in float16, where an instruction widens it
+HALF_CAPABILITY = (8, 9)
 
 
 class LinearGroupConfig(NamedTuple):
@@ -275,20 +277,30 @@ class InputStruct(ctypes.Structure):
     )
 
 
+def has_half_x(device: torch.device) -> bool:
+    """Whether E4M3 is multiplied in float16 on a device; a CPU stands for any."""
+    if device.type != "cuda":
+        return HALF_X
+    return HALF_X and torch.cuda.get_device_capability(device) >= HALF_CAPABILITY
+
+
 @functools.cache
 def cuda_source(
     kinds: int,
     kind_of_input: int,
     config: LinearGroupConfig,
     following: tuple[int, int, LinearGroupConfig] | None = None,
+    *,
+    has_half: bool = False,
 ) -> rtc.KernelSource:
     """The kernel for some formats, a bit each in the order of `KINDS`.
 
-    following: formats, kind of input and launch of a second group.
+    following: formats, kind of input and launch of a second group. has_half: of `has_half_x`.
     """
     next_kinds, next_input, then = following or (0, PLAIN, LinearGroupConfig(0, 0, 0, 0))
     macros = (
         ("IS_BF16", 1),
+        ("HALF_X", int(has_half)),
         ("KINDS", kinds),
         ("PARTS", config.parts),
         ("TILES", config.tiles),
@@ -469,7 +481,11 @@ def launch_linear_group(
         arguments.append(rtc.pointer(following.tickets))
     rtc.launch(
         rtc.load_kernel(
-            cuda_source(kinds, given.kind_for(matrices), config, second), x.device, smem
+            cuda_source(
+                kinds, given.kind_for(matrices), config, second, has_half=has_half_x(x.device)
+            ),
+            x.device,
+            smem,
         ),
         ctas,
         32 * config.parts * config.tiles,

@@ -27,6 +27,7 @@ from tiercel.kernels.block.linear_group import (
     GroupInput,
     GroupPlanes,
     GroupStruct,
+    has_half_x,
     input_of,
     matrix_of,
     parts_of,
@@ -121,14 +122,17 @@ def cuda_source(
     parts: int,
     config: LinearStreamConfig,
     following: tuple[int, int, int] | None = None,
+    *,
+    has_half: bool = False,
 ) -> rtc.KernelSource:
     """The kernel for some formats, a bit each in the order of `KINDS`.
 
-    following: formats, kind of input and parts of a second group.
+    following: formats, kind of input and parts of a second group. has_half: of `has_half_x`.
     """
     next_kinds, next_input, next_parts = following or (0, PLAIN, 0)
     macros = (
         ("IS_BF16", 1),
+        ("HALF_X", int(has_half)),
         ("KINDS", kinds),
         ("PARTS", parts),
         ("TILES", config.warps // parts),
@@ -186,7 +190,8 @@ def launch_linear_stream(
     if second is not None:
         arguments.append(rtc.pointer(second[1]))
     has_norm = any(kind == NORMED for _, kind, _ in forms)
-    source = cuda_source(*forms[0], config, forms[1] if second else None)
+    has_half = has_half_x(first.x.device)
+    source = cuda_source(*forms[0], config, forms[1] if second else None, has_half=has_half)
     smem = smem_bytes(columns, num_tokens, config, has_norm=has_norm)
     rtc.launch(
         rtc.load_kernel(source, first.x.device, smem),

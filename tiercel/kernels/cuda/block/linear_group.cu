@@ -13,7 +13,7 @@
 // the first: each counts what it has finished, requests its first weights of the second group, and
 // waits until all have counted. So all run at once (a cooperative launch), and weights do not wait.
 //
-// Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
+// Macros: IS_BF16 (1), HALF_X, KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
 // CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back, and groups); NEXT_KINDS, NEXT_PARTS,
 // NEXT_STAGES and NEXT_INPUT of a second group, 0 parts for none.
 #define WARPS (PARTS * TILES)
@@ -67,7 +67,7 @@ template <int KIND> DEV void fetch(Unit& unit, const Matrix& m, const Rows& rows
       }
     }
     if (KIND == FP8) {
-      const int column = at * 128 / m.scale_columns;
+      const int column = m.scale_columns == 128 ? at : at * 128 / m.scale_columns;
       unit.scales[half].x = m.is_wide_scale ? load_read_only<u32>(rows.scales[half] + 4 * column)
                                             : load_read_only_byte(rows.scales[half] + column);
     }
@@ -93,7 +93,10 @@ DEV void multiply(const Matrix& m, const Input& in, u8* memory, Wait wait) {
       fetch<KIND>(ring[stage], m, rows, part + stage * W::SHARED, lane % 4);
   wait();
   int staged = -1;
-  if constexpr (W::GIVEN != ROTATED) stage_x<W::GIVEN>(in, in.norm_weight, memory, 0);
+  if constexpr (W::GIVEN != ROTATED) {
+    stage_x<W::GIVEN>(in, in.norm_weight, memory, 0);
+    if constexpr (is_half<KIND>()) halve_x(in, memory);
+  }
   for (; block < last; ++block) {
     if constexpr (W::GIVEN == ROTATED) {
       // Rows of a block have one part of x: groups are multiples of 8 tiles.
@@ -102,6 +105,7 @@ DEV void multiply(const Matrix& m, const Input& in, u8* memory, Wait wait) {
       if (first_column != staged) {
         if (staged >= 0) __syncthreads();
         stage_x<W::GIVEN>(in, in.norm_weight, memory, first_column);
+        if constexpr (is_half<KIND>()) halve_x(in, memory);
         staged = first_column;
       }
     }
@@ -132,6 +136,7 @@ DEV void multiply(const Matrix& m, const Input& in, u8* memory, Wait wait) {
         sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
       }
     }
+    if constexpr (is_half<KIND>()) scale_sums(in, memory, sums);
     store_tile(m, in, rows_of_tile(m) * tile, m.rows, sums);
   }
 }

@@ -13,7 +13,7 @@
 // it has finished, and waits until all have counted (a cooperative launch). Its weights come
 // meanwhile.
 //
-// Macros: IS_BF16 (1), KINDS (1: FP8 in blocks of 128 columns, 2: bfloat16,
+// Macros: IS_BF16 (1), HALF_X, KINDS (1: FP8 in blocks of 128 columns, 2: bfloat16,
 // added), PARTS, TILES, STAGES (of the
 // ring), AHEAD, CTAS (an SM, for the registers), BULK_X (x of
 // the first group comes by bulk copies), INPUT (0: x as it is, 1: normed, 2: heads rotated back, and groups); NEXT_KINDS,
@@ -156,6 +156,7 @@ template <class Visit> DEV void each_rotated(const Input& in, int first_column, 
 template <int GIVEN>
 DEV void copy_x(const Input& in, const Memory& memory, int first_column, u32 turn) {
   const u32 row_bytes = 2 * in.columns;
+  if ((int)threadIdx.x < in.num_tokens) *peak_of(in, memory.x, threadIdx.x) = 0;
   if (threadIdx.x == 0) {
     mbar_expect(memory.has_x, in.num_tokens * row_bytes);
     for (int token = 0; token < in.num_tokens; ++token)
@@ -231,6 +232,7 @@ struct Consumer {
           sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
         }
       }
+      if constexpr (is_half<KIND>()) scale_sums(in, memory.x, sums);
       store_tile(m, in, row, end, sums);
     }
   }
@@ -247,13 +249,15 @@ struct Consumer {
     int staged = -1;
     each_run<W>(group, in.columns, [&](const Matrix& m, int first, int end) {
       const int column = W::GIVEN == ROTATED ? first / m.group_rows * in.columns : 0;
-      if (column != staged) {
+      const bool has_half = HALF_X && m.kind == FP8;
+      if (2 * column + has_half != staged) {
         if (staged >= 0) fence_shared_writes(), meet_consumers();
         if constexpr (W::BULK)
           copy_x<W::GIVEN>(in, memory, column, turn_of_x), turn_of_x ^= 1;
         else
           stage_x<W::GIVEN>(in, memory.norm_weight, memory.x, column);
-        staged = column;
+        if (has_half) halve_x(in, memory.x);
+        staged = 2 * column + has_half;
       }
       if constexpr (W::FORMATS & 1)
         if (m.kind == FP8) multiply<W, FP8>(memory, m, in, first, end);

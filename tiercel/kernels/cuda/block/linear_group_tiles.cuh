@@ -5,7 +5,7 @@
 // and takes the same columns of x, whichever the product's order of columns would be: a sum has no
 // order of its operands, so neither x nor weights are rearranged.
 //
-// Macros: IS_BF16 (1), X_WARPS (that stage x), MEET_AT_X (their barrier).
+// Macros: IS_BF16 (1), HALF_X (1: E4M3 is multiplied in float16), X_WARPS (that stage x), MEET_AT_X (their barrier).
 #pragma once
 
 #include "block/linear_group_ptx.cuh"
@@ -94,6 +94,10 @@ DEV float e8m0_to_float(u32 byte) {
 // ---- x
 // Rows of x in shared memory lie 16 bytes further apart than they are long: no bank conflicts.
 DEV int row_of_x(int columns) { return 2 * columns + 16; }
+// The bits of a token's largest magnitude, behind its row.
+DEV u32* peak_of(const Input& in, u8* memory, int token) {
+  return (u32*)(memory + token * row_of_x(in.columns) + 2 * in.columns);
+}
 
 // A warp norms a row in place.
 DEV void norm_rows(const Input& in, const float* weights, u8* memory) {
@@ -151,6 +155,7 @@ DEV uint4 rotate_back(uint4 v, const Input& in, int column, int token) {
 template <int GIVEN>
 DEV void stage_x(const Input& in, const float* norm_weight, u8* memory, int first_column) {
   const int runs = in.columns / 8;
+  if (HALF_X && (int)threadIdx.x < in.num_tokens) *peak_of(in, memory, threadIdx.x) = 0;
 #pragma unroll 4
   for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * X_WARPS) {
     const int token = i / runs, column = first_column + 8 * (i - token * runs);
@@ -165,8 +170,60 @@ DEV void stage_x(const Input& in, const float* norm_weight, u8* memory, int firs
   }
 }
 
-template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, const Unit& unit,
-                                           const Input& in, const u8* memory, int at) {
+// ---- x in float16, for E4M3 that an instruction widens to it: shifts and masks of integers, which
+// have half of the rate of others, take four times as long. A token's x is multiplied by a power of
+// two, by which its largest number is below 2^15: what is lost of others is below 2^-39 of it.
+template <int KIND> DEV constexpr bool is_half() { return HALF_X && KIND == FP8; }
+DEV u32 top_exponent(u32 peak) { return max(peak >> 7, 15u); }
+template <class Visit> DEV void each_run_of_x(const Input& in, Visit visit) {  // by whole warps
+  const int runs = in.columns / 8, num = in.num_tokens * runs, lane = threadIdx.x % 32;
+#pragma unroll 1  // units of weights are in registers meanwhile
+  for (int i = threadIdx.x; i - lane < num; i += 32 * X_WARPS)
+    visit(min(i, num - 1) / runs, min(i, num - 1) % runs, i < num);
+}
+// x in shared memory, whose peaks are zeros, where it is; for all threads of X_WARPS warps.
+DEV void halve_x(const Input& in, u8* memory) {
+  each_run_of_x(in, [&](int token, int run, bool is_run) {
+    const uint4 v = *(const uint4*)(memory + token * row_of_x(in.columns) + 16 * run);
+    u32 peak = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 both = word_of(v, i);
+      peak = max(peak, max(both & 0x7fffu, both >> 16 & 0x7fffu));
+    }
+    // Half of a warp has runs of one token: columns are a multiple of 128.
+#pragma unroll
+    for (int step = 8; step; step /= 2) peak = max(peak, __shfl_xor_sync(~0u, peak, step));
+    if (threadIdx.x % 16 == 0 && is_run) atomicMax(peak_of(in, memory, token), peak);
+  });
+  MEET_AT_X();
+  each_run_of_x(in, [&](int token, int run, bool is_run) {
+    if (!is_run) return;
+    uint4* at = (uint4*)(memory + token * row_of_x(in.columns) + 16 * run);
+    const float scale = __uint_as_float((268 - top_exponent(*peak_of(in, memory, token))) << 23);
+    const uint4 v = *at;
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float a, b;
+      unpack(word_of(v, i), a, b);
+      words[i] = pack_fp16(a * scale, b * scale);
+    }
+    *at = make_uint4(words[0], words[1], words[2], words[3]);
+  });
+  MEET_AT_X();
+}
+// Sums of a lane, which are those of x divided by the power of two below its largest number.
+DEV void scale_sums(const Input& in, u8* memory, float (&sums)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = min(2 * (int)(threadIdx.x % 4) + i % 2, in.num_tokens - 1);
+    sums[i] *= __uint_as_float(top_exponent(*peak_of(in, memory, token)) << 23);
+  }
+}
+template <int KIND>
+DEV void multiply_unit(float (&sums)[4], const Matrix& m, const Unit& unit, const Input& in,
+                       const u8* memory, int at) {
   const int lane = threadIdx.x % 32;
   const u8* row = memory + lane / 4 * row_of_x(in.columns) + 2 * at * Shape<KIND>::COLUMNS;
 #pragma unroll
@@ -183,12 +240,20 @@ template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, co
         const uint4& w = unit.weights[half][piece];
         if (KIND == BF16) a[half] = word_of(w, 2 * step), a[half + 2] = word_of(w, 2 * step + 1);
         const u32 bytes = word_of(w, 2 * (run % 2) + step);
-        if (KIND == FP8) widen_e4m3(bytes, a[half], a[half + 2]);
+        if constexpr (is_half<KIND>()) {
+#if HALF_X
+          halves_of_e4m3(bytes, a[half], a[half + 2]);
+#endif
+        } else if (KIND == FP8) {
+          widen_e4m3(bytes, a[half], a[half + 2]);
+        }
         if (KIND == Q8_0) widen_int8(bytes, a[half], a[half + 2]);
       }
       const u32 low = word_of(x, 2 * step), high = word_of(x, 2 * step + 1);
       if (KIND == BF16)
         mma_bf16(sums, a, low, high);
+      else if (is_half<KIND>())
+        mma_half(part, a, low, high);
       else  // columns 0 and 2, then 1 and 3, as weights are widened
         mma_bf16(part, a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
     }
@@ -198,6 +263,7 @@ template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, co
     for (int half = 0; half < 2; ++half) {
       const uint2 s = unit.scales[half];
       if (KIND == FP8) scales[half] = m.is_wide_scale ? __uint_as_float(s.x) : e8m0_to_float(s.x);
+      if (is_half<KIND>()) scales[half] *= 1.f / (1 << 14);  // x has 2^14 more
       if (KIND == Q8_0) scales[half] = half_to_float((run / 2 ? s.y : s.x) >> 16 * (run % 2));
     }
 #pragma unroll

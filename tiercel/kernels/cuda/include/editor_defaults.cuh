@@ -72,6 +72,7 @@
 // ---- block: linear_group.py, linear_group_stream.py, block_scaled_gemm.py
 #define AHEAD 4
 #define BULK_X 1
+#define HALF_X 1
 #define INPUT 0
 #define IS_FLOAT_OUT 0
 #define IS_FLOAT_Y 0
