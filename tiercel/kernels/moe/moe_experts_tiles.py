@@ -40,6 +40,9 @@ _LISTED_WORDS: Final = 4  # of a pair in the list of chunks
 _FLAG_WORDS: Final = 20  # and items that groups of warps have written
 GRID_WORDS: Final = 256
 _COPIED: Final = 8  # columns of x that are read together
+# Types of which a warp more, that counts, leaves the others enough registers. One token of Flash:
+# 26.9 instead of 28.2 us (MXFP4), 19.9 instead of 20.7 (Q2_K; H200, docs/notes/expert_tiles.md).
+_COUNTED: Final = frozenset(("Q2_K", "MXFP4", "NVFP4"))
 _MOST_SINGLE: Final = 16
 """Slots of a single token: its sums are where others have lists."""
 
@@ -107,7 +110,6 @@ class TilesConfig:
         buffers: of sums, of a group of warps.
         ctas: of an SM.
         single: warps that share an item of gate and up, and of down, if there is one token.
-        lead: of the units in flight those of gate and up, for one token; None for all.
         has_counter: whether one more warp counts for that token what the others have written.
     """
 
@@ -118,7 +120,6 @@ class TilesConfig:
     ctas: int = 1
     single: tuple[int, int] | None = None
     has_counter: bool = False
-    lead: int | None = None
 
 
 # Warps at most, stages, buffers; the first that fits is taken. One token of Flash, Q2_K: 2 stages
@@ -229,7 +230,10 @@ def select_tiles(
         for warps, stages, buffers in launches:
             used = warps // parts * parts
             single = _single_warps(shape, used, limits.num_sms) if is_single else None
-            config = TilesConfig(columns, used, stages, buffers, single=single)
+            has_counter = single is not None and {shape.gate, shape.down} <= _COUNTED
+            config = TilesConfig(
+                columns, used, stages, buffers, single=single, has_counter=has_counter
+            )
             if smem_bytes(shape, config) <= limits.smem_bytes:
                 return config
     return None
@@ -308,7 +312,6 @@ def cuda_source(
         ("SINGLE", int(config.single is not None)),
         ("ROUTED", routed),
         ("COUNTER", int(config.has_counter)),
-        ("LEAD", config.lead or config.stages),
     )
     return rtc.KernelSource("moe_experts_tiles", macros)
 

@@ -140,7 +140,6 @@
 #define QUARTERS_AHEAD 11
 #define ROWS 2048
 #define COUNTER 0
-#define LEAD 2
 #define ROUTED 1
 #define SINGLE 0
 #define TOPK 6

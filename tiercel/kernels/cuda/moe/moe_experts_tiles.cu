@@ -7,8 +7,7 @@
 // DOWN_TOTAL (numbers of whole matrices: 0 none, 1 factors, 2 divisors), OUT (0 fp16, 1 bf16, 2
 // float32), CTAS (an SM, for the registers), SINGLE (there is one token), GATE_WARPS, DOWN_WARPS (that
 // share an item: as many as parts, or if SINGLE more), ROUTED (0: experts are given, else
-// moe_experts_route.cuh), COUNTER (if SINGLE: one more warp counts what the others have written),
-// LEAD (units of a warp in flight in gate and up; the rest of the ring is filled behind them).
+// moe_experts_route.cuh), COUNTER (if SINGLE: one more warp counts what the others have written).
 //
 // Pairs (token, slot) of one expert are cut into chunks. An item is 16 rows of gate and up of a
 // chunk, then 32 rows of down. CTAs own equal ranges of all items; the groups of a CTA take turns,
@@ -39,8 +38,6 @@ DEV void meet_all() {
 }
 constexpr u32 PART_STEP = (COLUMNS + 1) / 2 * 128;  // bytes of a part's sums of 16 rows
 
-constexpr int IN_FLIGHT[2] = {LEAD, STAGES};  // units of a warp, in each phase
-static_assert(LEAD == STAGES || (SINGLE && LEAD < STAGES), "lead");
 template <int PHASE> struct Phase;
 template <> struct Phase<0> : UnitOf<GATE_TYPE> {
   static constexpr int SUMMED = GATE_PARTS, PARTS = GATE_WARPS, GROUPS = WARPS / PARTS;
@@ -393,7 +390,7 @@ DEV void multiply_item(const Chunks& c, const Work& w, Fetcher& f, u32 here, u32
   const int group = f.warp / P::PARTS, part = f.warp % P::PARTS;
   float sum[2][N][P::LANE_SUMS] = {};
   for (int u = P::UNITS * part / P::PARTS; u < P::UNITS * (part + 1) / P::PARTS; ++u) {
-    copy_wait<IN_FLIGHT[PHASE] - 1>();
+    copy_wait<STAGES - 1>();
     __syncwarp();
     P::template multiply<SLOT, N>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m, f.lane,
                                   shared_address(c.grid));
@@ -614,7 +611,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA + 32 * COUNTER, CTAS
   }
   f.start(w, chunks);
 #pragma unroll
-  for (int i = 0; i < LEAD; ++i) f.next(w, chunks);
+  for (int i = 0; i < STAGES; ++i) f.next(w, chunks);
   if (SINGLE) {
     token.store(smem + RING + SUMS, 1, tid);
     Staging<0>::run(w, nullptr, smem + RING + SUMS, 0, 1, tid + THREADS_OF_CTA);
@@ -622,8 +619,6 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA + 32 * COUNTER, CTAS
   int slot = 0;
   run_phase<0>(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
 #if SINGLE
-#pragma unroll
-  for (int i = LEAD; i < STAGES; ++i) copy_wait<LEAD - 1>(), f.next(w, chunks);
   run_down_of_token(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
 #else
   run_phase<1>(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
