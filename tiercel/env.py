@@ -20,6 +20,7 @@ _SWITCHES = tuple(
         *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN", "FUSED_GEMM_NORM"),
         *("BLOCK_KERNEL", "LINEAR_GROUP", "ONE_COPY"),
         *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN", "LINEAR_STREAM", "ONE_COPY"),
+        *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN", "ONE_COPY"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MOE_GEMM", "MOE_ROUTE", "MHC_KERNEL", "MHC_STEP", "ROPE_KERNEL", "ROUTE_KERNEL"),
@@ -171,14 +172,6 @@ def has_linear_chain() -> bool:
     forbid it too.
     """
     return read_flag("TIERCEL_LINEAR_CHAIN", default=False) and has_linear_group()
-
-
-def has_linear_stream() -> bool:
-    """Whether ``TIERCEL_LINEAR_STREAM`` lets a ring in shared memory feed such launches.
-
-    Off until a GPU has run it (docs/notes/block_products.md).
-    """
-    return read_flag("TIERCEL_LINEAR_STREAM", default=False)
 
 
 def has_prefill_mmq() -> bool:

@@ -35,7 +35,7 @@ from tiercel.kernels.attention import (
     rotary_kv_write,
     sparse_attention_blackwell,
 )
-from tiercel.kernels.block import block_scaled_gemm, linear_group, linear_group_stream
+from tiercel.kernels.block import block_scaled_gemm, linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
 from tiercel.kernels.fused import fused_layer_tail, mhc_mix_finish, mhc_mix_step
@@ -61,7 +61,7 @@ HOPPER = "sm_90a"
 HOPPER_ONLY = (
     *("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail"),
     *("sparse_attention_decode", "sparse_attention_tiles", "indexer_scores", "indexer_select"),
-    *("moe_experts_gemm", "linear_group_stream"),
+    "moe_experts_gemm",
 )
 BLACKWELL = "sm_100a"
 BLACKWELL_ONLY = ("block_scaled_gemm", "sparse_attention_blackwell")  # kernels of tcgen05
@@ -152,10 +152,6 @@ def linear_group_sources() -> Iterator[rtc.KernelSource]:
                 columns, [128], 1, kind_of_input=given, has_q8=kinds >= 4
             )
             yield linear_group.cuda_source(kinds, given, config)
-            if kinds < 4:
-                ring = linear_group_stream.LinearStreamConfig(10, 4)
-                parts = linear_group.parts_of(columns)
-                yield linear_group_stream.cuda_source(kinds, given, parts, ring)
             if kinds % 2:
                 yield linear_group.cuda_source(kinds, given, config, has_half=True)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from tiercel import env
 from tiercel.errors import ArgumentError
 from tiercel.kernels.block import linear_group as kernel
-from tiercel.kernels.block import linear_group_stream as stream
 from tiercel.kernels.block.linear_group import GroupForm, GroupInput, GroupPlanes
 from tiercel.kernels.block.q8_planes import Q8Planes
 from tiercel.kernels.packed.packed_matvec import device_limits
@@ -274,11 +273,6 @@ def linear_group(
         return outs
     planes = [_planes(matrix, out) for matrix, out in zip(matrices, outs, strict=True)]
     form, num_sms = _form(matrices, given.kind), _num_sms(x.device)
-    group = stream.StreamGroup(x, planes, given)
-    ring = _select_stream(x.device, group)
-    if ring is not None:
-        stream.launch_linear_stream(group, ring, num_sms)
-        return outs
     config = kernel.select_linear_group(
         form.columns,
         form.num_tiles,
@@ -352,31 +346,10 @@ def launch_linear_chain(
     (matrices, outs, given), (following, others, then) = first, second
     planes = [_planes(matrix, out) for matrix, out in zip(matrices, outs, strict=True)]
     more = [_planes(matrix, out) for matrix, out in zip(following.matrices, others, strict=True)]
-    group = stream.StreamGroup(x, planes, given)
-    behind_it = stream.StreamGroup(outs[following.source], more, then)
-    ring = _select_stream(x.device, group, behind_it)
-    if ring is not None:
-        stream.launch_linear_stream(group, ring, num_sms, (behind_it, following.tickets))
-        return
     forms = _forms(matrices, following, is_rotated=given.rotation is not None)
     one, two = kernel.select_linear_chain(*forms, x.shape[0], num_sms)
     behind = kernel.FollowingGroup(outs[following.source], more, then, two, following.tickets)
     kernel.launch_linear_group(x, planes, given, one, num_sms, behind)
-
-
-def _select_stream(
-    device: torch.device, *groups: stream.StreamGroup
-) -> stream.LinearStreamConfig | None:
-    """The ring of a launch, None where groups go without."""
-    if not env.has_linear_stream() or device.type != "cuda":
-        return None
-    if torch.cuda.get_device_capability(device) != stream.CAPABILITY:
-        return None
-    if any(stream.stream_refusal(group.matrices) for group in groups):
-        return None
-    has_norm = any(group.given.norm is not None for group in groups)
-    columns = [group.columns for group in groups]
-    return stream.select_linear_stream(columns, groups[0].x.shape[0], has_norm=has_norm)
 
 
 def _given(

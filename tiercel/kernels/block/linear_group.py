@@ -237,30 +237,27 @@ class GroupInput(NamedTuple):
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 
 
-class MatrixStruct(ctypes.Structure):
+class _Matrix(ctypes.Structure):
     """`Matrix` of the kernel."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("weights", "scales", "out", "addend")),
         ("row_bytes", _LONG),
         *((name, _INT) for name in ("kind", "rows", "first_cta", "num_ctas", "num_blocks")),
-        *((name, _INT) for name in ("first_unit", "group_rows")),
+        ("group_rows", _INT),
         *((name, _INT) for name in ("scale_stride", "scale_rows", "scale_columns")),
         *((name, _INT) for name in ("is_wide_scale", "out_stride", "is_float_out")),
         *((name, _INT) for name in ("addend_stride", "is_pair")),
     )
 
 
-class GroupStruct(ctypes.Structure):
+class _Group(ctypes.Structure):
     """`Group` of the kernel."""
 
-    _fields_ = (
-        ("matrices", MatrixStruct * MAX_MATRICES),
-        *((name, _INT) for name in ("count", "each", "more")),
-    )
+    _fields_ = (("matrices", _Matrix * MAX_MATRICES), ("count", _INT))
 
 
-class InputStruct(ctypes.Structure):
+class _Input(ctypes.Structure):
     """`Input` of the kernel."""
 
     _fields_ = (
@@ -361,16 +358,9 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def matrix_of(
-    planes: GroupPlanes,
-    first_cta: int = 0,
-    num_ctas: int = 0,
-    num_blocks: int = 0,
-    first_unit: int = 0,
-) -> MatrixStruct:
-    """`Matrix` of the kernels, and which CTAs have it."""
+def _matrix(planes: GroupPlanes, first_cta: int, num_ctas: int, num_blocks: int) -> _Matrix:
     rows, scales, addend = planes.weights.shape[0], planes.scales, planes.addend
-    return MatrixStruct(
+    return _Matrix(
         planes.weights.data_ptr(),
         _address(scales),
         planes.out.data_ptr(),
@@ -381,7 +371,6 @@ def matrix_of(
         first_cta,
         num_ctas,
         num_blocks,
-        first_unit,
         rows // planes.num_groups,
         0 if scales is None else scales.stride(0),
         *planes.block,
@@ -413,23 +402,22 @@ class FollowingGroup(NamedTuple):
 
 def _place(
     matrices: Sequence[GroupPlanes], config: LinearGroupConfig, slots: int
-) -> tuple[GroupStruct, int, int]:
+) -> tuple[_Group, int, int]:
     """A group with the CTAs of each matrix; how many they are, and the formats' bits."""
     num_blocks = [-(-planes.num_tiles // config.tiles) for planes in matrices]
     num_ctas = share_ctas(num_blocks, [m.weights.nbytes for m in matrices], slots)
-    group, first, kinds = GroupStruct(count=len(matrices)), 0, 0
+    group, first, kinds = _Group(count=len(matrices)), 0, 0
     for place, planes in enumerate(matrices):
-        group.matrices[place] = matrix_of(planes, first, num_ctas[place], num_blocks[place])
+        group.matrices[place] = _matrix(planes, first, num_ctas[place], num_blocks[place])
         first += num_ctas[place]
         kinds |= 1 << planes.kind
     return group, first, kinds
 
 
-def input_of(x: Tensor, columns: int, given: GroupInput) -> InputStruct:
-    """`Input` of the kernels."""
+def _input(x: Tensor, columns: int, given: GroupInput) -> _Input:
     norm_weight, eps = given.norm or (None, 0.0)
     positions, table = given.rotation or (None, None)
-    return InputStruct(
+    return _Input(
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
@@ -471,13 +459,13 @@ def launch_linear_group(
         smem = max(smem, smem_bytes(then, num_tokens, following.config))
     at_once = max(1, min(config.ctas, _SM_BYTES // (smem + _RESERVED_BYTES)))
     group, ctas, kinds = _place(matrices, config, at_once * num_sms)
-    arguments: list[object] = [group, input_of(x, columns, given)]
+    arguments: list[object] = [group, _input(x, columns, given)]
     second = None
     if following is not None and then is not None:
         group, others, next_kinds = _place(following.matrices, following.config, at_once * num_sms)
         second = next_kinds, following.given.kind_for(following.matrices), following.config
         ctas = max(ctas, others)
-        arguments += [group, input_of(following.x, then, following.given)]
+        arguments += [group, _input(following.x, then, following.given)]
         arguments.append(rtc.pointer(following.tickets))
     rtc.launch(
         rtc.load_kernel(

@@ -1,4 +1,4 @@
-// What the kernels of linear_group share: formats, x in shared memory, products of a unit, results.
+// What linear_group.cu is made of: formats, x in shared memory, products of a unit, results.
 //
 // A tile is 16 rows of a matrix, the rows of a 16 x 8 tensor core product whose columns are tokens.
 // Lanes 4 g + t hold rows g and g + 8. A lane has 16 bytes (Q8_0: 8) of consecutive columns of a row
@@ -23,8 +23,7 @@ struct Matrix {
   const float* addend;  // (tokens, rows), rows of addend_stride: added to the product; or null
   i64 row_bytes;
   int kind, rows;
-  int first_cta, num_ctas, num_blocks;  // of TILES tiles, in equal runs of the CTAs (linear_group.cu)
-  u32 first_unit;  // of 128 bytes, of those of all matrices (linear_group_stream.cu)
+  int first_cta, num_ctas, num_blocks;  // of TILES tiles, in equal runs of the CTAs
   int group_rows;    // rows with one part of x; all rows without groups
   int scale_stride;  // elements from one row of scales to the next
   int scale_rows, scale_columns;  // FP8: of a scale
@@ -35,7 +34,6 @@ struct Matrix {
 struct Group {
   Matrix matrices[MOST_MATRICES];
   int count;
-  u32 each, more;  // units of a CTA, and CTAs that have one more (linear_group_stream.cu)
 };
 struct Input {
   const u16* x;  // (num_tokens, ...) bf16, rows of stride elements

@@ -69,9 +69,7 @@
 #define TAIL 0
 #define WGS 3
 
-// ---- block: linear_group.py, linear_group_stream.py, block_scaled_gemm.py
-#define AHEAD 4
-#define BULK_X 1
+// ---- block: linear_group.py, block_scaled_gemm.py
 #define HALF_X 1
 #define INPUT 0
 #define IS_FLOAT_OUT 0
