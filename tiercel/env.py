@@ -168,7 +168,7 @@ def has_linear_group() -> bool:
 def has_linear_chain() -> bool:
     """Whether ``TIERCEL_LINEAR_CHAIN`` lets two such launches be one.
 
-    Off until a GPU has run it (docs/notes/deepseek_v4_launches.md). ``TIERCEL_LINEAR_GROUP`` can
+    Off: slower on an H200 (docs/notes/deepseek_v4_launches.md). ``TIERCEL_LINEAR_GROUP`` can
     forbid it too.
     """
     return read_flag("TIERCEL_LINEAR_CHAIN", default=False) and has_linear_group()
@@ -251,7 +251,7 @@ def has_mhc_kernel() -> bool:
 def has_mhc_step() -> bool:
     """Whether ``TIERCEL_MHC_STEP`` lets a step between two blocks be one launch, of few tokens.
 
-    Off until a GPU has run it, as `has_linear_chain`. ``TIERCEL_MHC_KERNEL`` can forbid it too.
+    Off: no faster on an H200, as `has_linear_chain`. ``TIERCEL_MHC_KERNEL`` can forbid it too.
     """
     return read_flag("TIERCEL_MHC_STEP", default=False) and has_mhc_kernel()
 
@@ -269,7 +269,7 @@ def has_route_kernel() -> bool:
 def has_moe_route() -> bool:
     """Whether ``TIERCEL_MOE_ROUTE`` lets the experts' kernel choose them, of a few tokens.
 
-    Off until a GPU has run it, as `has_linear_chain`. ``TIERCEL_ROUTE_KERNEL`` can forbid it too.
+    Off: no faster on an H200, as `has_linear_chain`. ``TIERCEL_ROUTE_KERNEL`` can forbid it too.
     """
     return read_flag("TIERCEL_MOE_ROUTE", default=False) and has_route_kernel()
 

