@@ -62,6 +62,8 @@
 #define OUT 0
 #define PARTS 8
 #define QTYPE 3
+#define RESIDUAL 0
+#define SCALED 1
 #define SECOND 6
 #define SLOT 1760
 #define SPLITS 1
@@ -122,6 +124,7 @@
 
 // ---- moe: moe_experts_tiles.py, moe_experts_gemm.py
 #define COLS 4096
+#define COUNTER 0
 #define DOWN_KIND 2
 #define DOWN_PARTS 4
 #define DOWN_TOTAL 0
@@ -137,7 +140,6 @@
 #define PHASE 0
 #define QUARTERS_AHEAD 11
 #define ROWS 2048
-#define COUNTER 0
 #define ROUTED 1
 #define SINGLE 0
 #define TOPK 6
