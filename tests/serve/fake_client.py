@@ -279,6 +279,8 @@ async def running(app, *, is_ready=True):
     """Run the application's lifespan; yields an HTTP client that speaks to it without a socket."""
     async with app.router.lifespan_context(app):
         while is_ready and app.state.server.model is None:
+            if app.state.server.failure is not None:
+                raise app.state.server.failure
             await asyncio.sleep(0.005)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
