@@ -51,7 +51,7 @@ def value(source):
     ]
     assert len(rows) == 1 or "pick" in source, f"{source} chooses {len(rows)} rows"
     chosen = max(rows) if source.get("pick") == "max" else min(rows)
-    return Decimal(repr(chosen)) * source.get("scale", 1)
+    return Decimal(repr(chosen)) * Decimal(repr(source.get("scale", 1)))
 
 
 def step(exact, source):
@@ -67,7 +67,7 @@ def figures_of(cell):
         source = cell | figure
         exact = value(source)
         if "over" in figure:
-            exact *= source.get("scale", 1) / value(source | figure["over"])
+            exact *= Decimal(repr(source.get("scale", 1))) / value(source | figure["over"])
         shown = Decimal(figure["shown"].replace(",", ""))
         yield shown, exact, step(exact, source), source.get("is_bound", False)
 
