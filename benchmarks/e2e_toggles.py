@@ -57,7 +57,6 @@ TOGGLES = {
     "TIERCEL_MOE_TILES": env.has_moe_tiles,
     "TIERCEL_MOE_GEMM": env.has_moe_gemm,
     "TIERCEL_MHC_KERNEL": env.has_mhc_kernel,
-    "TIERCEL_MHC_STEP": env.has_mhc_step,
     "TIERCEL_ROPE_KERNEL": env.has_rope_kernel,
     "TIERCEL_ROUTE_KERNEL": env.has_route_kernel,
     "TIERCEL_MOE_ROUTE": env.has_moe_route,

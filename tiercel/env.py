@@ -20,7 +20,7 @@ _SWITCHES = tuple(
         *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN", "FUSED_GEMM_NORM", "ONE_COPY"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
-        *("MOE_GEMM", "MOE_ROUTE", "MHC_KERNEL", "MHC_STEP", "ROPE_KERNEL", "ROUTE_KERNEL"),
+        *("MOE_GEMM", "MOE_ROUTE", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL"),
         *("COMPRESS_KERNEL", "NATIVE"),
         *("SMALL_ALL_REDUCE", "CPU_RANKS"),
     )
@@ -243,14 +243,6 @@ def has_fused_layer_tail() -> bool:
 def has_mhc_kernel() -> bool:
     """Whether ``TIERCEL_MHC_KERNEL`` allows the kernels of mHC, else PyTorch operators."""
     return read_flag("TIERCEL_MHC_KERNEL", default=True)
-
-
-def has_mhc_step() -> bool:
-    """Whether ``TIERCEL_MHC_STEP`` lets a step between two blocks be one launch, of few tokens.
-
-    Off: no faster on an H200, as `has_linear_chain`. ``TIERCEL_MHC_KERNEL`` can forbid it too.
-    """
-    return read_flag("TIERCEL_MHC_STEP", default=False) and has_mhc_kernel()
 
 
 def has_rope_kernel() -> bool:

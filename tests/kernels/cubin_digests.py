@@ -38,7 +38,7 @@ from tiercel.kernels.attention import (
 from tiercel.kernels.block import block_scaled_gemm, linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source
-from tiercel.kernels.fused import fused_layer_tail, mhc_mix_finish, mhc_mix_step
+from tiercel.kernels.fused import fused_layer_tail, mhc_mix_finish
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.moe import moe_experts_gemm, moe_experts_tiles
 from tiercel.kernels.packed import packed_mmq
@@ -121,8 +121,6 @@ def mhc_sources() -> Iterator[rtc.KernelSource]:
     """The end of a mix, DeepSeek-V4 Flash and Pro."""
     for hidden, splits in ((4096, 32), (7168, 56)):
         yield mhc_mix_finish.cuda_source(hidden, splits, 32)
-        for is_float in (False, True):
-            yield mhc_mix_step.cuda_source(hidden, 32, is_float=is_float)
 
 
 def packed_sources() -> Iterator[rtc.KernelSource]:

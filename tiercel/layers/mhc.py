@@ -38,7 +38,6 @@ class HyperConnection:
         rms_eps: of the mean square of the streams.
         hc_eps: of Sinkhorn's iteration.
         sinkhorn_iters: its iterations.
-        tickets: of `mhc_mix_step`; None without kernels.
     """
 
     fn: Tensor
@@ -47,7 +46,6 @@ class HyperConnection:
     rms_eps: float
     hc_eps: float
     sinkhorn_iters: int
-    tickets: Tensor | None = None
 
     def enter(
         self, residual: Residual, norm: RMSNorm
@@ -77,7 +75,6 @@ class HyperConnection:
                 norm_weight=norm.weight,
                 norm_eps=norm.eps,
                 out_dtype=norm.out_dtype,
-                tickets=self.tickets,
             )
         return x, streams, (post, comb)
 

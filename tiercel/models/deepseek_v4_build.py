@@ -28,7 +28,6 @@ from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import prepare_linear
 from tiercel.ops.linear_group import Q8Planes
-from tiercel.ops.mhc_mix import MOST_COUNTED
 from tiercel.ops.moe_experts import rest_experts
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.parallel import SINGLE, Group
@@ -135,12 +134,10 @@ class DeepseekV4Builder:
         assert isinstance(segment, Tensor | Q8Planes), "Q8_0 on a GPU"
         return GroupedLinear(segment, num_groups, prepared.dense)
 
-    def _tickets(self, count: int = 2) -> Tensor | None:
-        """Counters of CTAs for launches of which one runs at a time: those of chained products."""
+    def _tickets(self) -> Tensor | None:
+        """Counters of a layer's chains of products, one of which runs at a time."""
         device = self.weights.device
-        if device.type != "cuda":
-            return None
-        return torch.zeros(count, dtype=torch.int32, device=device)
+        return torch.zeros(2, dtype=torch.int32, device=device) if device.type == "cuda" else None
 
     def collapse(self, prefix: str) -> StreamCollapse:
         """The weights before a final norm; `prefix` is empty or ends with a dot."""
@@ -175,11 +172,7 @@ class DeepseekV4Builder:
     def _hyper_connection(self, prefix: str) -> HyperConnection:
         config = self.config
         return HyperConnection(
-            *self._mix(prefix),
-            config.norm_eps,
-            config.hc_eps,
-            config.sinkhorn_iters,
-            self._tickets(MOST_COUNTED),
+            *self._mix(prefix), config.norm_eps, config.hc_eps, config.sinkhorn_iters
         )
 
     def _attention(self, prefix: str, ratio: int) -> CompressedAttention:

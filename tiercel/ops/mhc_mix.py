@@ -7,14 +7,12 @@ from torch import Tensor
 
 from tiercel import env
 from tiercel.errors import ArgumentError
-from tiercel.kernels.fused import mhc_mix_step as single
 from tiercel.ops import mhc_mix_torch as torch_ops
 from tiercel.ops.rms_norm import rms_norm
 
 _SOME_TOKENS, _SOME_STREAMS = 64, 4  # of a step of more than 16 tokens, at most
 _MOST_STREAMS, _MOST_CHANNELS = 8, 8192  # of the kernels: a token's streams stay in registers
 _FEW_TOKENS = 16  # beyond, the product runs on tensor cores
-MOST_COUNTED = single.MOST_TOKENS
 
 
 def mhc_mix_pre(
@@ -128,7 +126,6 @@ def mhc_mix_step(
     norm_weight: Tensor,
     norm_eps: float,
     out_dtype: torch.dtype,
-    tickets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`mhc_mix_post` of one block, then `mhc_mix_pre` of the next; up to 64 tokens in one pass.
 
@@ -144,8 +141,6 @@ def mhc_mix_step(
         norm_weight: see `mhc_mix_pre`.
         norm_eps: see `mhc_mix_pre`.
         out_dtype: of x.
-        tickets: (`MOST_COUNTED`,) int32 zeros on the device, zeros again afterwards, with which up
-            to so many tokens may take a single launch; of a launch at a time. None for none.
 
     Returns:
         The streams between the blocks (T, n, hidden), contiguous; x, post and comb of the next.
@@ -185,10 +180,7 @@ def mhc_mix_step(
     from tiercel.kernels.fused.mhc_mix import launch_mhc_mix_step, step_parts_shape
 
     parts = fn.new_empty(step_parts_shape(num_tokens, num_streams, hidden))
-    if tickets is not None and env.has_mhc_step() and not single.step_refusal(streams, y, x):
-        single.launch_mhc_mix_step(before, weights, parts, tickets, *results)
-    else:
-        launch_mhc_mix_step(before, weights, parts, *results)
+    launch_mhc_mix_step(before, weights, parts, *results)
     return out, x, *coefficients
 
 

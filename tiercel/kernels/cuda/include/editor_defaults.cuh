@@ -75,7 +75,6 @@
 #define HALF_X 1
 #define INPUT 0
 #define IS_FLOAT_OUT 0
-#define IS_FLOAT_Y 0
 #define IS_GATE_UP 1
 #define IS_NVFP4 1
 #define KINDS 7
