@@ -1,8 +1,8 @@
 """The end of a mix of residual streams in one launch, from its products.
 
-cuda/fused/mhc_mix_finish.cu and .cuh: a CTA takes a token; 16 warps add up its products, mix the
-streams into x and norm it, and another one forms the weights of the way back meanwhile. A token's
-bits depend on no other token.
+cuda/fused/mhc_mix_finish.cu: a CTA takes a token; 16 warps add up its products, mix the streams
+into x and norm it, and another one forms the weights of the way back meanwhile. A token's bits
+depend on no other token.
 
 Floor: the streams once, x once; of few tokens a read from the L2, two barriers and Sinkhorn's
 iteration, whose 39 steps depend on each other.
@@ -23,8 +23,8 @@ STREAMS: Final = 4
 _ROWS: Final = 24  # of fn; then comes the sum of squares
 _CHANNELS: Final = 8  # of a lane at a time
 _WARPS: Final = 16  # that mix
-THREADS: Final = 32 * (_WARPS + 1)
-SMEM_BYTES: Final = 4 * _WARPS * (32 + 1)  # sums of warps: of products, of squares
+_THREADS: Final = 32 * (_WARPS + 1)
+_SMEM_BYTES: Final = 4 * _WARPS * (32 + 1)  # sums of warps: of products, of squares
 _MOST_HIDDEN: Final = 8192  # a lane's channels of four streams stay in registers
 
 
@@ -80,9 +80,9 @@ def launch_mhc_mix_finish(
     if num_tokens == 0:
         return
     rtc.launch(
-        rtc.load_kernel(cuda_source(hidden, *parts.shape[1:]), streams.device, SMEM_BYTES),
+        rtc.load_kernel(cuda_source(hidden, *parts.shape[1:]), streams.device, _SMEM_BYTES),
         num_tokens,
-        THREADS,
+        _THREADS,
         [
             *map(rtc.pointer, (x, *coefficients, streams, parts, *weights)),
             ctypes.c_void_p(None if norm is None else norm.data_ptr()),
