@@ -200,13 +200,12 @@ def watched(found: dict[str, Tensor]):
     The layers are frozen records with slots: the classes are watched, in the order of calls.
     """
     from tiercel.layers import mhc_layer, moe
-    from tiercel.ops.moe_experts import choose_experts
 
     kinds = {
         "streams": (mhc_layer.HyperLayer, "__call__"),
         "attn_out": (mhc_layer.CompressedAttention, "__call__"),
         "ffn_out": (moe.MoE, "__call__"),
-        "ffn.route_ids": (moe.Router, "choice"),
+        "ffn.route_ids": (moe.Router, "__call__"),
     }
     originals = {name: getattr(kind, method) for name, (kind, method) in kinds.items()}
     counts = dict.fromkeys(kinds, 0)
@@ -214,7 +213,7 @@ def watched(found: dict[str, Tensor]):
     def watch(name):
         def call(self, *args):
             result = originals[name](self, *args)
-            value = choose_experts(result)[0] if name == "ffn.route_ids" else result
+            value = result[0] if name == "ffn.route_ids" else result
             if name == "streams":
                 value = value.settled()
             found[f"layers.{counts[name]}.{name}"] = value.clone()

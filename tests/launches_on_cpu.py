@@ -25,7 +25,6 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 STAND_INS = {
     "speculation/ngram_ptx.cuh": "ngram_device",
     "include/hopper.cuh": "hopper_device",
-    "include/counters_ptx.cuh": "counters_device",
     "block/linear_group_ptx.cuh": "linear_group_device",
     "include/cluster_ptx.cuh": "cluster_device",
     "attention/indexer_select_ptx.cuh": "select_device",
@@ -144,21 +143,16 @@ class Processor:
         included = INCLUDE.findall(kernel)
         headers = {*included, *(path for name in included for path in rtc.included_files(name))}
         own = [STAND_INS[path] for path in STAND_INS if path in headers]
-        macros_of_run = [*source.macros, ("KERNEL", source.name)]
-        device_of_run = ""
-        if "counters_device" in own:  # a cooperative launch is one cluster of all CTAs
-            own.insert(0, "cluster_device")
-            device_of_run = "static int cooperative_ctas = 1;\n"
-            macros_of_run += [("CLUSTER", "cooperative_ctas"), ("IS_COOPERATIVE", 1)]
         names = ("device", "q4k_device", "attention_device", *own)
         device = [HERE / f"{name}.hpp" for name in names]
         runner = "run_clusters" if "cluster_device" in own else "run_each_cta"
         run = [HERE / f"{runner}.hpp", HERE / "run_launch.cpp"]
         macros = "".join(
-            f"#undef {name}\n#define {name} {value}\n" for name, value in macros_of_run
+            f"#undef {name}\n#define {name} {value}\n"
+            for name, value in (*source.macros, ("KERNEL", source.name))
         )
         # Once more after the files that replace the device, which use some of these names.
-        text = macros + device_of_run + "".join(part.read_text() for part in device) + macros
+        text = macros + "".join(part.read_text() for part in device) + macros
         text += expand_includes(kernel) + "".join(part.read_text() for part in run)
         name = f"{source.name}_{len(self.libraries)}"
         return compile_library(text, self.folder, name)
@@ -172,9 +166,8 @@ class Processor:
         *,
         grid_y: int = 1,
         is_dependent: bool = False,
-        is_cooperative: bool = False,
     ) -> None:
-        """Like that of rtc, but finished when it returns. A cooperative launch is one cluster."""
+        """Like that of rtc, but finished when it returns."""
         assert grid > 0 < grid_y, "a launch of nothing, which the driver refuses"
         library, smem_bytes = kernel
         for tensor in self.late:
@@ -182,8 +175,6 @@ class Processor:
             size = ctypes.c_size_t(tensor.numel() * tensor.element_size())
             library.add_late(ctypes.c_void_p(tensor.data_ptr()), size)
         self.late.clear()
-        if is_cooperative:
-            library.set_cooperative(grid)
         held = [aligned(argument) for argument in arguments]
         places = (ctypes.c_void_p * len(arguments))(*(place for _, place in held))
         failure = library.run(places, grid, grid_y, smem_bytes, self.seed)

@@ -24,10 +24,10 @@ from tiercel.models.deepseek_v4_model import DeepseekV4
 
 _WATCHED = {
     "mhc": ("mhc_mix_pre", "mhc_mix_step", "mhc_mix_post", "mhc_mix_collapse"),
-    "compressed_attention": ("multiply_chain", "latent_rope", "sparse_attention"),
+    "compressed_attention": ("multiply_group", "latent_rope", "sparse_attention"),
     "latent_cache": ("latent_step_write", "latent_rope"),
     "indexer": ("indexer_topk",),
-    "moe": ("multiply_chain", "moe_experts_routed"),
+    "moe": ("multiply_group", "moe_route", "moe_route_hash", "moe_experts"),
 }
 _LONGEST = 8192  # of sequences in traced steps: one number for all, as in the engine's graphs
 
@@ -88,7 +88,7 @@ def _watched(model: DeepseekV4, trace: _Trace) -> Iterator[None]:
             module = importlib.import_module(f"tiercel.layers.{place}")
             for name in set(names) & vars(module).keys():  # some are parts of others by now
                 patch.setattr(module, name, watch(f"{place}.{name}", getattr(module, name)))
-        patch.setattr(GroupedLinear, "chain", watch("wo", GroupedLinear.chain))
+        patch.setattr(GroupedLinear, "__call__", watch("wo_a", GroupedLinear.__call__))
         head = model.draft_head
         for name in () if head is None else ("_embed_proj", "_hidden_proj"):
             patch.setattr(head, name, watch(f"mtp.{name}", getattr(head, name)))

@@ -17,10 +17,10 @@ _SWITCHES = tuple(
     f"TIERCEL_{name}"
     for name in (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
-        *("BLOCK_KERNEL", "LINEAR_GROUP", "LINEAR_CHAIN", "FUSED_GEMM_NORM", "ONE_COPY"),
+        *("BLOCK_KERNEL", "LINEAR_GROUP", "FUSED_GEMM_NORM", "ONE_COPY"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
-        *("MOE_GEMM", "MOE_ROUTE", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL"),
+        *("MOE_GEMM", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL"),
         *("COMPRESS_KERNEL", "NATIVE"),
         *("SMALL_ALL_REDUCE", "CPU_RANKS"),
     )
@@ -162,15 +162,6 @@ def has_linear_group() -> bool:
     return read_flag("TIERCEL_LINEAR_GROUP", default=True)
 
 
-def has_linear_chain() -> bool:
-    """Whether ``TIERCEL_LINEAR_CHAIN`` lets two such launches be one.
-
-    Off: slower on an H200 (docs/notes/deepseek_v4_launches.md). ``TIERCEL_LINEAR_GROUP`` can
-    forbid it too.
-    """
-    return read_flag("TIERCEL_LINEAR_CHAIN", default=False) and has_linear_group()
-
-
 def has_prefill_mmq() -> bool:
     """Whether ``TIERCEL_PREFILL_MMQ`` rounds many tokens to 8 bits for every product that can.
 
@@ -253,14 +244,6 @@ def has_rope_kernel() -> bool:
 def has_route_kernel() -> bool:
     """Whether ``TIERCEL_ROUTE_KERNEL`` allows the kernels of V4's router, likewise."""
     return read_flag("TIERCEL_ROUTE_KERNEL", default=True)
-
-
-def has_moe_route() -> bool:
-    """Whether ``TIERCEL_MOE_ROUTE`` lets the experts' kernel choose them, of a few tokens.
-
-    Off: no faster on an H200, as `has_linear_chain`. ``TIERCEL_ROUTE_KERNEL`` can forbid it too.
-    """
-    return read_flag("TIERCEL_MOE_ROUTE", default=False) and has_route_kernel()
 
 
 def has_compress_kernel() -> bool:

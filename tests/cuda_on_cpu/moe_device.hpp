@@ -36,16 +36,6 @@ DEV u32 __match_any_sync(u32, u32 v) {
   for (int i = 0; i < WARP; ++i) same |= (u32)(lanes[i] == v) << i;
   return same;
 }
-DEV u32 warp_largest(u32 v) {
-  const auto lanes = collect(v);
-  for (int i = 0; i < WARP; ++i) v = std::max<u32>(v, lanes[i]);
-  return v;
-}
-DEV u32 warp_least(u32 v) {
-  const auto lanes = collect(v);
-  for (int i = 0; i < WARP; ++i) v = std::min<u32>(v, lanes[i]);
-  return v;
-}
 DEV int __popc(u32 v) { return __builtin_popcount(v); }
 
 // ---- moe_experts_gemm_ptx.cuh

@@ -18,9 +18,6 @@ static void start_cta() {
   for (const Late& one : late) std::memset(one.at, 0xFF, one.data.size());
 }
 
-#ifdef IS_COOPERATIVE
-extern "C" void set_cooperative(int num_ctas) { cooperative_ctas = num_ctas; }
-#endif
 extern "C" void add_late(u8* at, size_t size) { late.push_back({at, {at, at + size}}); }
 extern "C" int run(void** given, int grid_x, int grid_y, int smem_bytes, int seed) {
   places = given;

@@ -16,7 +16,6 @@ TOGGLES = [
         "INDEXER_KERNEL",
     )
 ]
-TOGGLES += [f"TIERCEL_{name}=1" for name in ("LINEAR_CHAIN", "MOE_ROUTE")]
 # Between the logits of two tokens of which either may be the larger after other roundings to
 # bfloat16; 0.25 was the most on an H200, for products by another kernel.
 GAP = 0.3

@@ -177,7 +177,7 @@ def ngram_sources() -> Iterator[rtc.KernelSource]:
 
 
 def moe_sources() -> Iterator[rtc.KernelSource]:
-    """Experts of each type: that one token chooses, and of many where shared memory is short."""
+    """Experts of each type, for one token, and for many where shared memory is short."""
     for kind, (num_tokens, limits) in itertools.product(
         moe_experts_tiles.KINDS, ((1, H200), (4096, SMALL))
     ):
@@ -187,9 +187,7 @@ def moe_sources() -> Iterator[rtc.KernelSource]:
         assert config is not None
         totals = (1, 2) if kind == "NVFP4" else (0, 0)
         yield moe_experts_tiles.cuda_source(
-            *(shape, config, torch.float32, totals),
-            is_folded=num_tokens == 1,
-            routed=int(num_tokens == 1),
+            shape, config, torch.float32, totals, is_folded=num_tokens == 1
         )
 
 

@@ -531,32 +531,6 @@ def test_linear_group_keeps_its_units_in_registers(given, kinds, tiles, tmp_path
         assert registers_of(cubin, tmp_path) * threads <= 65536
 
 
-CHAINS = {
-    "queries": ((4096, [96, 164], linear_group.PLAIN), (1024, [2048], linear_group.NORMED)),
-    "output": ((4096, [512], linear_group.ROTATED), (8192, [256], linear_group.PLAIN)),
-    "shared expert": ((4096, [16, 256], linear_group.PLAIN), (2048, [256], linear_group.PLAIN)),
-}
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "kinds"), [(1, (3, 1)), pytest.param(8, (7, 5), marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", CHAINS)
-def test_linear_chain_keeps_the_units_of_both_groups_in_registers(
-    name, num_tokens, kinds, tmp_path
-):
-    first, second = (
-        linear_group.GroupForm(*form, has_q8=kind > 3)
-        for form, kind in zip(CHAINS[name], kinds, strict=True)
-    )
-    one, two = linear_group.select_linear_chain(first, second, num_tokens)
-    source = linear_group.cuda_source(kinds[0], first.kind, one, (kinds[1], second.kind, two))
-    cubin = compile_here(source, tmp_path)
-    check_no_spills(source, tmp_path)
-    threads = 32 * one.parts * one.tiles * one.ctas
-    assert registers_of(cubin, tmp_path) * threads <= 65536
-
-
 @pytest.mark.parametrize("head_dim", rotary_kv_write.HEAD_DIMS)
 def test_rotary_kv_write_fits_beside_the_decode_chain(head_dim, tmp_path):
     """Whose threads leave 4096 registers of an SM."""

@@ -11,9 +11,7 @@ from tiercel.layers.linear import Linear
 from tiercel.layers.linear_group import (
     GateUp,
     GroupedLinear,
-    Then,
     group_refusal,
-    multiply_chain,
     multiply_group,
 )
 from tiercel.layers.norm import RMSNorm
@@ -28,27 +26,17 @@ from tiercel.quant_types import Layout, QuantType
 IN, OUT = 256, 40
 
 
-@pytest.fixture(autouse=True)
-def _has_chains(monkeypatch):
-    monkeypatch.setenv("TIERCEL_LINEAR_CHAIN", "1")
-
-
 @pytest.fixture
 def calls(monkeypatch):
-    """The op takes tensors of any device; the matrices of each launch, of both groups."""
+    """The op takes tensors of any device; the matrices of each launch."""
     found = []
 
     def count(x, matrices, **options):
         found.append(len(matrices))
         return op.linear_group(x, matrices, **options)
 
-    def count_both(x, matrices, following, **options):
-        found.append((len(matrices), len(following.matrices)))
-        return op.linear_chain(x, matrices, following, **options)
-
     monkeypatch.setattr(op, "device_refusal", lambda device: "")
     monkeypatch.setattr(layer, "linear_group", count)
-    monkeypatch.setattr(layer, "linear_chain", count_both)
     return found
 
 
@@ -110,30 +98,14 @@ def test_one_launch_gives_what_single_layers_give(has_norm, calls, device):
         assert relative_error(one, other.double().cpu()) < 1e-2
 
 
-@pytest.mark.parametrize("has_tickets", [True, False])
-def test_a_second_group_takes_a_result(has_tickets, calls, device):
-    """In the same launch, or in one of its own."""
+def test_a_launch_gives_float32_where_it_may(calls, device):
+    """Also to a layer of two segments."""
     x = torch.randn(3, IN, device=device).bfloat16()
-    gate_up = GateUp(make_linear(make_fp8((2 * IN, IN), device=device)), 0.5)
-    split = make_linear(
-        make_fp8((OUT, IN), device=device), make_bf16((24, IN), device), out_dtype=torch.float32
-    )
-    down = make_linear(make_fp8((OUT, IN), device=device))
-    tickets = torch.zeros(2, dtype=torch.int32, device=device) if has_tickets else None
-    norm = RMSNorm(torch.rand(IN, device=device), 1e-6, torch.bfloat16)
-    then = Then([down, split], tickets, source=1, norm=norm, is_wide=True)
-    found, others = multiply_chain(x, [split, gate_up], then)
-    assert calls == ([(3, 3)] if has_tickets else [3, 3])
-    assert [one.dtype for one in others] == [torch.float32, torch.float32]
-    for one, part in zip(found, (split, gate_up), strict=True):
-        assert relative_error(one, part(x).double().cpu()) < 1e-2
-    for one, part in zip(others, (down, split), strict=True):
-        assert relative_error(one, part(norm(found[1])).double().cpu()) < 1e-2
-    # A part of two matrices has no result of one.
-    calls.clear()
-    two = make_linear(make_fp8((IN // 2, IN), device=device), make_bf16((IN // 2, IN), device))
-    multiply_chain(x, [two], replace(then, source=0))
-    assert calls == [2, 3]
+    split = make_linear(make_fp8((OUT, IN), device=device), make_bf16((24, IN), device))
+    (found,) = multiply_group(x, [split], is_wide=True)
+    assert calls == [2]
+    assert found.dtype == torch.float32
+    assert relative_error(found, split(x).double().cpu()) < 1e-2
 
 
 @pytest.mark.parametrize("make", [make_fp8, make_q8])
@@ -152,17 +124,6 @@ def test_heads_are_rotated_back_before_the_product(make, calls, device):
     assert not dense(x.repeat(10, 1, 1), many).any()
     assert calls == [1]
     assert relative_error(found, wanted[:2].double().cpu()) < 1e-2
-    tickets = torch.zeros(2, dtype=torch.int32, device=device)
-    last = Linear(LinearWeight((make_fp8((OUT, 384), device=device),), (OUT, 384)))
-    calls.clear()
-    (both,) = grouped.chain(x, rotation, Then([last], tickets))
-    assert calls == [(1, 1)]
-    (apart,) = grouped.chain(x, rotation, Then([last], None))
-    assert calls == [(1, 1), 1, 1]
-    assert torch.equal(both, apart)
-    (turned,) = grouped.chain(x, odd, Then([last], tickets))
-    assert calls == [(1, 1), 1, 1, 1]
-    assert turned.shape == (2, OUT)
 
 
 def test_refusals(calls, device):

@@ -19,7 +19,6 @@ from tests.dsv4_files import NUM_EXPERTS, released_tensors, save_folder
 from tests.tiny_llm import assert_idle, greedy
 from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
 from tiercel.faults import Faults
-from tiercel.ops.moe_experts import choose_experts
 
 LABELS = [3, 50, 130]
 QUERY = random_ids(140, seed=5)
@@ -127,8 +126,7 @@ def test_experts_with_no_token_one_token_and_all_tokens(tmp_path, count):
     assert not torch.allclose(wanted, whole_logits(tiny_model(), ids), atol=0.01)
     moe = model.layers[0].moe
     x = torch.randn(count, model.config.hidden_size)
-    route = moe.router.choice(moe.router.gate(x), torch.tensor(ids, dtype=torch.int32))
-    chosen, weights = choose_experts(route)
+    chosen, weights = moe.router(moe.router.gate(x), torch.tensor(ids, dtype=torch.int32))
     assert chosen.sort(1).values.tolist() == table[ids].sort(1).values.tolist()
     assert set(range(NUM_EXPERTS)) - set(chosen.flatten().tolist()) >= {0, 1, 3}
     torch.testing.assert_close(weights.sum(1), torch.full((count,), 2.5))

@@ -8,9 +8,9 @@ from tiercel import LLM
 
 # PyTorch's products on a CPU add in an order that depends on the number of rows.
 PRODUCTS = {
-    *("mhc.mhc_mix_pre", "mhc.mhc_mix_step", "mhc.mhc_mix_collapse", "wo", "logits"),
-    *("compressed_attention.multiply_chain", "moe.multiply_chain"),
-    *("moe.moe_experts_routed", "mtp._embed_proj", "mtp._hidden_proj", "mtp.logits"),
+    *("mhc.mhc_mix_pre", "mhc.mhc_mix_step", "mhc.mhc_mix_collapse", "wo_a", "logits"),
+    *("compressed_attention.multiply_group", "moe.multiply_group"),
+    *("moe.moe_experts", "mtp._embed_proj", "mtp._hidden_proj", "mtp.logits"),
 }
 
 

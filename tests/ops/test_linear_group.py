@@ -16,14 +16,7 @@ from tiercel.kernels.block.q8_planes import Q8Planes
 from tiercel.ops import linear_group as op
 from tiercel.ops.block_quantize import block_quantize
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.linear_group import (
-    Following,
-    GroupMatrix,
-    chain_refusal,
-    linear_chain,
-    linear_group,
-    matrix_refusal,
-)
+from tiercel.ops.linear_group import GroupMatrix, linear_group, matrix_refusal
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import linear_group as oracle
@@ -129,11 +122,6 @@ CONFIGS = [
     (LinearGroupConfig(2, 4, 3, 1), 2),
     (LinearGroupConfig(1, 3, 2, 1), 5),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _has_chains(monkeypatch):
-    monkeypatch.setenv("TIERCEL_LINEAR_CHAIN", "1")
 
 
 @pytest.fixture
@@ -270,124 +258,6 @@ def test_x_is_read_after_the_wait(on_kernel):
         on_kernel.late = [x.copy_(kept)]
         late = run(x, matrices, norm=norm)
         assert torch.equal(late[0], in_time[0])
-
-
-def run_chain(x, matrices, following, num_sms, rotation=None, limit=None):
-    """The results of both groups from poisoned memory; the tickets are zeros again."""
-    outs, others = (
-        [torch.full((x.shape[0], one.out_rows), float("nan"), dtype=one.out_dtype) for one in group]
-        for group in (matrices, following.matrices)
-    )
-    given = op._given(None, rotation, limit)
-    then = op._given(following.norm, None, limit)
-    op.launch_linear_chain(x, (matrices, outs, given), (following, others, then), num_sms)
-    assert not following.tickets.any()
-    return outs, others
-
-
-def make_chain(kind, device="cpu"):
-    """X of 3 tokens, a first group, what follows, and the rotation: the chains of a layer."""
-    tickets = torch.zeros(2, dtype=torch.int32, device=device)
-    if kind == "queries":
-        first = [GroupMatrix(make_fp8((256, 512), device=device))]
-        first += [GroupMatrix(make_fp8((40, 512), device=device))]
-        first += floats(make_bf16((90, 512), device))
-        matrices = [GroupMatrix(make_fp8((500, 256), device=device))]
-        matrices += [GroupMatrix(make_q8((130, 256), device))]
-        norm = (torch.randn(256, device=device), 1e-5)
-        return make_x(3, 512, device), first, Following(0, matrices, norm, tickets), None
-    if kind == "output":
-        first = [GroupMatrix(make_fp8((256, 128), device=device), 2)]
-        table = torch.randn(9, 2, HALF, device=device)
-        rotation = (torch.tensor([3, 8, 0], device=device), table, HEAD)
-        following = Following(0, floats(make_fp8((100, 256), device=device)), None, tickets)
-        return make_x(3, 256, device), first, following, rotation
-    first = floats(make_bf16((30, 256), device))
-    first += [GroupMatrix(make_fp8((256, 256), (1, 128), device), is_pair=True)]
-    following = Following(1, floats(make_fp8((200, 128), device=device)), None, tickets)
-    return make_x(3, 256, device), first, following, None
-
-
-@pytest.mark.parametrize("kind", ["queries", "output", "shared expert"])
-def test_a_chain_has_the_bits_of_two_launches(kind, on_kernel):
-    """CTAs with several blocks of both groups, some without any of one, in random order."""
-    x, first, following, rotation = make_chain(kind)
-    apart = run(x, first, num_sms=3, rotation=rotation, limit=LIMIT)
-    source = apart[following.source].contiguous()
-    behind = run(source, following.matrices, num_sms=3, norm=following.norm)
-    for seed, num_sms, late in ((1, 3, True), (2, 5, False)):
-        on_kernel.seed = seed
-        kept = x.clone()
-        if late:  # what the kernel ahead writes
-            dense = x.contiguous()
-            on_kernel.late = [dense]
-            kept = dense
-        outs, others = run_chain(kept, first, following, num_sms, rotation, LIMIT)
-        for one, other in zip((*outs, *others), (*apart, *behind), strict=True):
-            assert torch.equal(one, other)
-    check(behind, wanted(source, following.matrices, norm=following.norm), ROUNDED)
-
-
-def test_a_chain_on_any_device(device):
-    """And again: the tickets serve the next launch."""
-    for kind in ("queries", "output", "shared expert"):
-        x, first, following, rotation = make_chain(kind, device)
-        outs = linear_group(x, first, rotation=rotation, limit=LIMIT)
-        others = linear_group(outs[following.source], following.matrices, norm=following.norm)
-        for _ in range(2):
-            found = linear_chain(x, first, following, rotation=rotation, limit=LIMIT)
-            for one, other in zip((*found[0], *found[1]), (*outs, *others), strict=True):
-                assert torch.equal(one, other)
-        assert not following.tickets.any()
-
-
-def test_chain_refusals(monkeypatch):
-    x, first, following, _ = make_chain("queries")
-
-    def refusal(source=0, matrices=following.matrices, device="cpu"):
-        other = replace(following, source=source, matrices=matrices)
-        return chain_refusal(x.shape[0], first, other, torch.device(device))
-
-    assert refusal() == ""
-    assert "bfloat16 of 40 columns" in refusal(source=1)
-    assert "float32 of 90 columns" in refusal(source=2)
-    with pytest.raises(ArgumentError, match="of 40 columns"):
-        linear_chain(x, first, replace(following, source=1))
-    tickets = torch.zeros(2, dtype=torch.int32)
-    narrow = Following(0, [GroupMatrix(make_bf16((16, 8192)))], None, tickets)
-    # 8 tokens of the second group take CTAs of 16 warps, and those of the first have 16 tiles.
-    few = [GroupMatrix(make_bf16((8192, 64)), 64)]
-    assert chain_refusal(8, few, narrow, torch.device("cpu")) == "a CTA has tiles of two groups"
-    wide = Following(0, [GroupMatrix(make_bf16((16, 14464)))], None, tickets)
-    first_of = [GroupMatrix(make_bf16((14464, 64)))]
-    assert "do not fit" in chain_refusal(8, first_of, wide, torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "may not run at once" in refusal(device="cuda")
-    monkeypatch.delenv("TIERCEL_LINEAR_CHAIN")
-    assert refusal() == "TIERCEL_LINEAR_CHAIN=1 is not set"
-
-
-def test_chains_of_flash_and_pro():
-    """Both groups have as many warps and CTAs, whose sums are in the order of single groups."""
-    shapes = {
-        "queries": ((4096, [96, 164], kernel.PLAIN), (1024, [2048, 512], kernel.NORMED), 2),
-        "output": ((4096, [512], kernel.ROTATED), (8192, [256], kernel.PLAIN), 2),
-        "shared": ((4096, [16, 256], kernel.PLAIN), (2048, [256], kernel.PLAIN), 3),
-        "Pro": ((7168, [128, 228], kernel.PLAIN), (1536, [4096, 512], kernel.NORMED), 2),
-    }
-    for first, second, most in shapes.values():
-        forms = [kernel.GroupForm(*group, False) for group in (first, second)]
-        for num_tokens in range(1, 9):
-            chosen = kernel.select_linear_chain(*forms, num_tokens)
-            one, two = chosen
-            assert one.parts * one.tiles == two.parts * two.tiles
-            assert one.ctas == two.ctas
-            assert num_tokens > 1 or one.ctas == most
-            smem = kernel.chain_smem_bytes([first[0], second[0]], num_tokens, chosen)
-            assert one.ctas * (smem + 1024) <= 228 * 1024
-            for config, (columns, tiles, kind) in zip(chosen, (first, second), strict=True):
-                alone = kernel.select_linear_group(columns, tiles, num_tokens, kind_of_input=kind)
-                assert config.parts == alone.parts
 
 
 def test_the_op_matches_oracle(device):

@@ -15,7 +15,6 @@ from tiercel.ops.moe_experts_torch import make_tiles, most_tiles
 from tiercel.quant_tiles import tile_stack, untile_stack
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import moe_experts as oracle
-from tiercel.reference import moe_route as route_oracle
 
 CPU = torch.device("cpu")
 LIMIT = 1.25
@@ -49,9 +48,8 @@ def shape_of(stacks, topk):
 
 
 def run(
-    products, x, ids, weights, stacks, config, ctas=3, is_folded=True, limit=LIMIT, addend=None,
-    routing=None,
-):  # fmt: skip
+    products, x, ids, weights, stacks, config, ctas=3, is_folded=True, limit=LIMIT, addend=None
+):
     """The kernel's result; nothing beside it is written, and the tickets are zeros again."""
     num_tokens, topk = ids.shape
     shape = shape_of(stacks, topk)
@@ -68,14 +66,11 @@ def run(
         chunks = (tiles.experts, tiles.pairs)
     tickets = torch.zeros(kernel.num_tickets(num_chunks), dtype=torch.int32)
     products.late.append(x)  # the kernel ahead writes it
-    if routing is not None:
-        products.late.append(routing.logits)
-    elif is_folded:
-        products.late.extend((weights, ids))
-    else:
-        products.late.append(weights)
+    products.late.append(weights)
+    if is_folded:
+        products.late.append(ids)
     kernel.launch_moe_experts_tiles(
-        out, x, routing or (ids, weights), chunks, [tile_planes(stack) for stack in stacks], limit,
+        out, x, ids, weights, chunks, [tile_planes(stack) for stack in stacks], limit,
         (h, y, tickets), config,
         num_sms=ctas, is_dependent=True, addend=addend,
     )  # fmt: skip
@@ -227,48 +222,3 @@ def test_a_single_token_has_the_bits_of_many(
             products, x[one], ids[one], weights[one], stacks, config, ctas=ctas, addend=addend
         )
         assert torch.equal(out, many[one] + addend)
-
-
-def make_routing(num_tokens, kind):
-    """A choice among `EXPERTS`, with a tie and a token id of 64 bits; its ids and weights."""
-    logits = torch.randn(num_tokens, EXPERTS) * 2
-    logits[-1, 2:] = logits[-1, 1]
-    if kind == "hash":
-        table = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(9)])
-        token_ids = torch.randint(0, 9, (num_tokens,))
-        ids = table[token_ids]
-        routing = kernel.RouteInput(logits, None, table, token_ids, TOPK, 1.5)
-        return routing, ids, route_oracle.weights(route_oracle.scores(logits), ids, 1.5).float()
-    bias = torch.randn(EXPERTS)
-    bias[2:] = bias[1]
-    ids, weights = route_oracle.learned(logits, bias, TOPK, 1.5)
-    token_ids = torch.zeros(num_tokens, dtype=torch.int32)
-    return kernel.RouteInput(logits, bias, None, token_ids, TOPK, 1.5), ids, weights.float()
-
-
-@pytest.mark.parametrize(("kind", "num_tokens"), [("learned", 1), ("learned", 7), ("hash", 7)])
-def test_the_kernel_chooses_experts(kind, num_tokens, wide_case, products):
-    stacks, decoded = wide_case
-    routing, ids, weights = make_routing(num_tokens, kind)
-    x = torch.randn(num_tokens, HIDDEN).bfloat16()
-    config = CONFIGS[1]
-    if num_tokens == 1:
-        config = kernel.TilesConfig(1, 5, 2, 1, single=(5, 3), has_counter=True)
-    assert kernel.route_refusal(routing, shape_of(stacks, TOPK), kernel.H200) == ""
-    out = run(products, x, ids, weights, stacks, config, routing=routing)
-    check(out, x, ids, weights, decoded)
-
-
-def test_route_refusals(wide_case):
-    routing, *_ = make_routing(3, "learned")
-    shape = shape_of(wide_case[0], TOPK)
-
-    def refusal(**changes):
-        return kernel.route_refusal(routing._replace(**changes), shape, kernel.H200)
-
-    assert refusal() == ""
-    assert "9 tokens" in refusal(logits=torch.randn(9, EXPERTS))
-    assert "6 experts, of which 5" in refusal(logits=torch.randn(3, 6))
-    assert "float64" in refusal(logits=routing.logits.double())
-    assert refusal(logits=torch.randn(EXPERTS, 3).T) == "rows with gaps"
-    assert "33 slots" in refusal(topk=33)

@@ -21,7 +21,7 @@ from tiercel.layers.compressor import Compressor
 from tiercel.layers.indexer import Indexer
 from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
-from tiercel.layers.linear_group import GroupedLinear, Then, multiply_chain
+from tiercel.layers.linear_group import GroupedLinear, multiply_group
 from tiercel.layers.norm import RMSNorm
 from tiercel.ops.latent_step_write import LatentQueries, LatentVectors
 from tiercel.ops.sparse_attention import sparse_attention
@@ -59,12 +59,10 @@ class LatentOutput:
     Attributes:
         wo_a: (groups * o_lora_rank, heads * head_dim / groups), a block of each group.
         wo_b: groups * o_lora_rank to hidden.
-        tickets: of the chains of products of the layer; None without kernels.
     """
 
     wo_a: GroupedLinear
     wo_b: Linear
-    tickets: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +150,8 @@ class CompressedAttention:
         project = [] if compression is None else [compression.project]
         if compression is not None and compression.indexer is not None:
             heads.append(compression.indexer.q_proj)
-        then = Then(heads, self._output.tickets, norm=parts.q_norm)
-        found = multiply_chain(x, [parts.q_a, parts.kv, *project], then)
-        (_, kv, *projected), (q, *index_q) = found
+        q_a, kv, *projected = multiply_group(x, [parts.q_a, parts.kv, *project])
+        q, *index_q = multiply_group(q_a, heads, parts.q_norm)
         q = q.view(-1, self._sink.shape[0], self.latents.head_dim)
         queries = [LatentQueries(q, table, parts.eps, False, q.dtype)]
         rotation = step.positions, table
@@ -172,7 +169,7 @@ class CompressedAttention:
             q, chosen = self._compress(compression, projected[0], queries, vectors, step)
         out = self._attend(q, step, entries, chosen)
         output = self._output
-        return output.wo_a.chain(out, rotation, Then([output.wo_b], output.tickets))[0]
+        return multiply_group(output.wo_a(out, rotation), [output.wo_b])[0]
 
     def _compress(
         self,

@@ -1,6 +1,5 @@
 """Linear layers that read the same x, in one launch where a kernel takes all of them.
 
-A second group that multiplies a result of the first can be part of that launch: `Then`.
 Elsewhere (a CPU, more than 8 tokens, formats that the kernel does not read, rounded activations)
 they are multiplied one after the other; `group_refusal` says why.
 """
@@ -8,7 +7,7 @@ they are multiplied one after the other; `group_refusal` says why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,14 +18,7 @@ from tiercel.ops import linear_group as op
 from tiercel.ops.grouped_linear import grouped_linear
 from tiercel.ops.latent_rope import latent_rope
 from tiercel.ops.linear import LinearWeight
-from tiercel.ops.linear_group import (
-    Following,
-    GroupMatrix,
-    GroupWeight,
-    Q8Planes,
-    linear_chain,
-    linear_group,
-)
+from tiercel.ops.linear_group import GroupMatrix, GroupWeight, Q8Planes, linear_group
 from tiercel.ops.moe_experts import clamped_swiglu
 from tiercel.quant import QuantTensor
 
@@ -49,25 +41,6 @@ class GateUp:
         return clamped_swiglu(gate, up, self.limit)
 
 
-@dataclass(frozen=True, slots=True)
-class Then:
-    """A second group of a launch.
-
-    Attributes:
-        parts: that multiply a result of the first group.
-        tickets: of `ops.linear_group.Following`; None: there is no kernel.
-        source: place of that result's part in the first group.
-        norm: that it passes before.
-        is_wide: whether the parts give float32 where a group is one launch.
-    """
-
-    parts: Sequence[Linear | GateUp]
-    tickets: Tensor | None
-    source: int = 0
-    norm: RMSNorm | None = None
-    is_wide: bool = False
-
-
 def multiply_group(
     x: Tensor,
     parts: Sequence[Linear | GateUp],
@@ -82,84 +55,19 @@ def multiply_group(
     if group_refusal(x, parts, norm):
         x = x if norm is None else norm(x)
         return [part(x) for part in parts]
-    results, matrices = _launchable(x, parts, is_wide=is_wide)
-    linear_group(x, matrices, norm=_given(norm), limit=_limit(parts))
-    return _summed(parts, results)
-
-
-def multiply_chain(
-    x: Tensor, parts: Sequence[Linear | GateUp], then: Then
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What each part gives for x (T, in), and what `then` gives, in one launch if it may be."""
-    linear = _linear(parts[then.source])
-    is_one = len(linear.weight.segments) == 1 and linear.group.size == 1
-    if is_one and then.tickets is not None and not group_refusal(x, parts, None):
-        results, matrices = _launchable(x, parts)
-        place = sum(len(_linear(part).weight.segments) for part in parts[: then.source])
-        behind = _behind(results[then.source], matrices, place, then)
-        if behind is not None:
-            others, following = behind
-            linear_chain(x, matrices, following, limit=_limit(parts))
-            return _summed(parts, results), _summed(then.parts, others)
-    results = multiply_group(x, parts)
-    return results, _multiply_then(results[then.source], then)
-
-
-def _multiply_then(x: Tensor, then: Then) -> list[Tensor]:
-    """By a launch of its own, or several."""
-    return multiply_group(x, then.parts, then.norm, is_wide=then.is_wide)
-
-
-def _behind(
-    x: Tensor,
-    matrices: Sequence[GroupMatrix],
-    place: int,
-    then: Then,
-    *,
-    is_rotated: bool = False,
-) -> tuple[list[Tensor], Following] | None:
-    """Results of `then`, not written yet, and the group that writes them; None if no chain does.
-
-    x: the result of the matrix at `place` of those ahead, which `then` multiplies.
-    """
-    if then.tickets is None or group_refusal(x, then.parts, then.norm):
-        return None
-    results, own = _launchable(x, then.parts, is_wide=then.is_wide)
-    following = Following(place, own, _given(then.norm), then.tickets)
-    reason = op.chain_refusal(x.shape[0], matrices, following, x.device, is_rotated=is_rotated)
-    return None if reason else (results, following)
-
-
-def _linear(part: Linear | GateUp) -> Linear:
-    return part.linear if isinstance(part, GateUp) else part
-
-
-def _limit(parts: Sequence[Linear | GateUp]) -> float | None:
-    """Of the clamped SwiGLU, of which a group has one at most."""
-    return next((part.limit for part in parts if isinstance(part, GateUp)), None)
-
-
-def _given(norm: RMSNorm | None) -> tuple[Tensor, float] | None:
-    return None if norm is None else (norm.weight, norm.eps)
-
-
-def _launchable(
-    x: Tensor, parts: Sequence[Linear | GateUp], *, is_wide: bool = False
-) -> tuple[list[Tensor], list[GroupMatrix]]:
-    """Results of parts, not written yet, and the matrices that write them."""
     results: list[Tensor] = []
     matrices: list[GroupMatrix] = []
-    for part in parts:
-        linear, is_pair = _linear(part), isinstance(part, GateUp)
+    linears = [part.linear if isinstance(part, GateUp) else part for part in parts]
+    limit = None
+    for part, linear in zip(parts, linears, strict=True):
+        is_pair = isinstance(part, GateUp)
+        limit = part.limit if isinstance(part, GateUp) else limit
         dtype = torch.float32 if is_wide else linear.out_dtype or x.dtype
         results.append(_empty(x, linear, dtype, is_pair=is_pair))
         matrices += _matrices(linear.weight, results[-1], is_pair=is_pair)
-    return results, matrices
-
-
-def _summed(parts: Sequence[Linear | GateUp], results: list[Tensor]) -> list[Tensor]:
-    """The results over all ranks that share a part."""
-    return [_linear(part).group.all_reduce(y) for part, y in zip(parts, results, strict=True)]
+    given = None if norm is None else (norm.weight, norm.eps)
+    linear_group(x, matrices, norm=given, limit=limit)
+    return [linear.group.all_reduce(y) for linear, y in zip(linears, results, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,31 +89,13 @@ class GroupedLinear:
 
         rotation: positions (T,) and table of `latent_rope`.
         """
-        flat, matrix = x.flatten(1), self._matrix(x.dtype)
-        if self._refusal(flat, matrix) or op.rotation_refusal(x.shape[2], rotation[1]):
+        flat = x.flatten(1)
+        matrix = GroupMatrix(self.weight, self.num_groups, out_dtype=x.dtype)
+        reason = op.device_refusal(x.device) or op.input_refusal(flat) or op.matrix_refusal(matrix)
+        if reason or op.rotation_refusal(x.shape[2], rotation[1]):
             x = latent_rope(x, *rotation, inverse=True)
             return grouped_linear(x, self._decoded(x.dtype), self.num_groups)
         return linear_group(flat, [matrix], rotation=(*rotation, x.shape[2]))[0]
-
-    def chain(self, x: Tensor, rotation: tuple[Tensor, Tensor], then: Then) -> list[Tensor]:
-        """What `then` gives for the result, in one launch where a kernel takes both."""
-        flat, matrix = x.flatten(1), self._matrix(x.dtype)
-        reason = self._refusal(flat, matrix) or op.rotation_refusal(x.shape[2], rotation[1])
-        if not reason:
-            y = torch.empty((x.shape[0], matrix.out_rows), dtype=x.dtype, device=x.device)
-            own = [replace(matrix, out=y)]
-            behind = _behind(y, own, 0, then, is_rotated=True)
-            if behind is not None:
-                results, following = behind
-                linear_chain(flat, own, following, rotation=(*rotation, x.shape[2]))
-                return _summed(then.parts, results)
-        return _multiply_then(self(x, rotation), then)
-
-    def _matrix(self, dtype: torch.dtype) -> GroupMatrix:
-        return GroupMatrix(self.weight, self.num_groups, out_dtype=dtype)
-
-    def _refusal(self, flat: Tensor, matrix: GroupMatrix) -> str:
-        return op.device_refusal(flat.device) or op.input_refusal(flat) or op.matrix_refusal(matrix)
 
     def _decoded(self, dtype: torch.dtype) -> Tensor | QuantTensor:
         """What `grouped_linear` takes."""

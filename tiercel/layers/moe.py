@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tiercel.layers.linear import Linear
-from tiercel.layers.linear_group import GateUp, Then, multiply_chain
-from tiercel.ops.moe_experts import RouteInput, moe_experts_routed
+from tiercel.layers.linear_group import GateUp, multiply_group
+from tiercel.ops.moe_experts import moe_experts
 from tiercel.ops.moe_experts_torch import Experts
+from tiercel.ops.moe_route import moe_route, moe_route_hash
 from tiercel.parallel import SINGLE, Group
 
 
@@ -33,9 +34,17 @@ class Router:
     topk: int
     scale: float
 
-    def choice(self, logits: Tensor, token_ids: Tensor) -> RouteInput:
-        """What experts are chosen from: logits of `gate`, and the input tokens (T,) int32."""
-        return RouteInput(logits, self.bias, self.table, token_ids, self.topk, self.scale)
+    def __call__(
+        self, logits: Tensor, token_ids: Tensor, own: range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Experts (T, topk) int64 and their weights (T, topk) float32, of logits of `gate`.
+
+        own: experts that this rank has, see `ops.moe_route`; None: all.
+        """
+        if self.table is not None:
+            return moe_route_hash(logits, self.table, token_ids, scale=self.scale, own=own)
+        assert self.bias is not None, "a router has a bias or a table"
+        return moe_route(logits, self.bias, topk=self.topk, scale=self.scale, own=own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +55,11 @@ class SharedExpert:
         gate_up: w1 and w3, one after the other.
         down: w2.
         limit: of the clamped SwiGLU; None for no clamp.
-        tickets: of the chain of its products; None without kernels.
     """
 
     gate_up: Linear
     down: Linear
     limit: float | None
-    tickets: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +105,15 @@ class MoE:
         """What this rank's weights make of rows, a part of their sums."""
         shared = self.shared
         parts: list[Linear | GateUp] = [self.router.gate, GateUp(shared.gate_up, shared.limit)]
-        then = Then([shared.down], shared.tickets, source=1, is_wide=True)
-        (logits, _), (added,) = multiply_chain(x, parts, then)
-        return moe_experts_routed(
+        logits, inner = multiply_group(x, parts)
+        (added,) = multiply_group(inner, [shared.down], is_wide=True)
+        ids, weights = self.router(logits, token_ids, self.own)
+        return moe_experts(
             x,
-            self.router.choice(logits, token_ids),
+            ids,
+            weights,
             self.experts,
             limit=self.limit,
-            own=self.own,
             rounds_activations=self.rounds_activations,
             out_dtype=torch.float32,  # the sum of both is rounded once
             num_ranks=1 if self.own is None else self.group.size,

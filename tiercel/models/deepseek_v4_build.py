@@ -134,11 +134,6 @@ class DeepseekV4Builder:
         assert isinstance(segment, Tensor | Q8Planes), "Q8_0 on a GPU"
         return GroupedLinear(segment, num_groups, prepared.dense)
 
-    def _tickets(self) -> Tensor | None:
-        """Counters of a layer's chains of products, one of which runs at a time."""
-        device = self.weights.device
-        return torch.zeros(2, dtype=torch.int32, device=device) if device.type == "cuda" else None
-
     def collapse(self, prefix: str) -> StreamCollapse:
         """The weights before a final norm; `prefix` is empty or ends with a dot."""
         fn, scale, base = self._mix(f"{prefix}hc_head")
@@ -192,7 +187,6 @@ class DeepseekV4Builder:
                 f"{prefix}.wo_a.weight", config.num_output_groups // self.tensor_group.size
             ),
             self.linear(f"{prefix}.wo_b.weight", group=self.tensor_group),
-            self._tickets(),
         )
         compression = self._compression(prefix, ratio) if ratio else None
         sink = self.weights.vector(f"{prefix}.attn_sink")
@@ -238,7 +232,6 @@ class DeepseekV4Builder:
             self.linear(*(f"{prefix}.shared_experts.{part}.weight" for part in ("w1", "w3"))),
             self.linear(f"{prefix}.shared_experts.w2.weight"),
             config.shared_swiglu_limit,
-            self._tickets(),
         )
         is_rounded = self.is_native and w1.layout is Layout.BLOCKS
         experts = Experts(w1, w3, w2)

@@ -1,4 +1,4 @@
-"""Products of up to 8 tokens with matrices that read the same x, in one launch; or two groups."""
+"""Products of up to 8 tokens with matrices that read the same x, in one launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from tiercel import env
 from tiercel.errors import ArgumentError
 from tiercel.kernels.block import linear_group as kernel
-from tiercel.kernels.block.linear_group import GroupForm, GroupInput, GroupPlanes
+from tiercel.kernels.block.linear_group import GroupInput, GroupPlanes
 from tiercel.kernels.block.q8_planes import Q8Planes
 from tiercel.kernels.packed.packed_matvec import device_limits
 from tiercel.ops import linear_group_torch as torch_ops
@@ -21,14 +21,11 @@ from tiercel.quant_types import Layout, QuantType
 __all__ = [
     "MAX_MATRICES",
     "MAX_TOKENS",
-    "Following",
     "GroupMatrix",
     "GroupWeight",
     "Q8Planes",
-    "chain_refusal",
     "device_refusal",
     "input_refusal",
-    "linear_chain",
     "linear_group",
     "matrix_refusal",
     "rotation_refusal",
@@ -65,24 +62,6 @@ class GroupMatrix:
     def out_rows(self) -> int:
         """Columns of the result."""
         return self.weight.shape[0] // (2 if self.is_pair else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Following:
-    """A second group of a chain: matrices that multiply a result of the first.
-
-    Attributes:
-        source: place of the matrix in the first group whose result is x.
-        matrices: of the group.
-        norm: that x passes first, as of `linear_group`.
-        tickets: (2,) int32 zeros on the device, which are zeros again afterwards; of a launch at a
-            time.
-    """
-
-    source: int
-    matrices: Sequence[GroupMatrix]
-    norm: tuple[Tensor, float] | None
-    tickets: Tensor
 
 
 def device_refusal(device: torch.device) -> str:
@@ -150,63 +129,6 @@ def rotation_refusal(head_dim: int, table: Tensor) -> str:
     return ""
 
 
-def chain_refusal(
-    num_tokens: int,
-    matrices: Sequence[GroupMatrix],
-    following: Following,
-    device: torch.device,
-    *,
-    is_rotated: bool = False,
-) -> str:
-    """Why two groups, of whose matrices none is refused, are no chain on a device; "" if they are.
-
-    is_rotated: whether the first group's x is rotated back.
-    """
-    if not env.has_linear_chain():
-        return "TIERCEL_LINEAR_CHAIN=1 is not set"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) not in kernel.CHAINED:
-        return "the CTAs of a multiprocessor may not run at once"
-    source = matrices[following.source]
-    dtype = source.out_dtype if source.out is None else source.out.dtype
-    if dtype != torch.bfloat16 or source.out_rows != following.matrices[0].weight.shape[1]:
-        return f"the second group's x is {dtype} of {source.out_rows} columns"
-    forms = _forms(matrices, following, is_rotated=is_rotated)
-    configs = kernel.select_linear_chain(*forms, num_tokens, _num_sms(device))
-    tiles = [
-        config.tiles
-        for form, config in zip(forms, configs, strict=True)
-        if form.kind == kernel.ROTATED
-    ]
-    if any(count * kernel.TILE_ROWS > kernel.GROUP_ROWS for count in tiles):
-        return "a CTA has tiles of two groups"
-    columns = [form.columns for form in forms]
-    smem = kernel.chain_smem_bytes(columns, num_tokens, configs)
-    return "" if smem <= kernel.CTA_BYTES else f"{columns} columns do not fit in shared memory"
-
-
-def _num_sms(device: torch.device) -> int:
-    return device_limits(device).num_sms if device.type == "cuda" else kernel.H200_SMS
-
-
-def _forms(
-    matrices: Sequence[GroupMatrix], following: Following, *, is_rotated: bool
-) -> tuple[GroupForm, GroupForm]:
-    first = kernel.ROTATED if is_rotated else kernel.PLAIN
-    second = kernel.PLAIN if following.norm is None else kernel.NORMED
-    return _form(matrices, first), _form(following.matrices, second)
-
-
-def _form(matrices: Sequence[GroupMatrix], kind: int) -> GroupForm:
-    """What decides a group's launch; groups of rows are what rotated heads have."""
-    rows = [kernel.PAIR_ROWS if matrix.is_pair else kernel.TILE_ROWS for matrix in matrices]
-    return GroupForm(
-        matrices[0].weight.shape[1],
-        [-(-matrix.out_rows // count) for matrix, count in zip(matrices, rows, strict=True)],
-        kernel.ROTATED if any(matrix.num_groups > 1 for matrix in matrices) else kind,
-        any(isinstance(matrix.weight, Q8Planes) for matrix in matrices),
-    )
-
-
 def _format_refusal(weight: GroupWeight) -> str:
     if isinstance(weight, Q8Planes):
         return ""
@@ -272,84 +194,17 @@ def linear_group(
         torch_ops.multiply(x, matrices, outs, given)
         return outs
     planes = [_planes(matrix, out) for matrix, out in zip(matrices, outs, strict=True)]
-    form, num_sms = _form(matrices, given.kind), _num_sms(x.device)
+    num_sms = device_limits(x.device).num_sms
     config = kernel.select_linear_group(
-        form.columns,
-        form.num_tiles,
+        matrices[0].weight.shape[1],
+        [one.num_tiles for one in planes],
         x.shape[0],
-        kind_of_input=form.kind,
-        has_q8=form.has_q8,
+        kind_of_input=given.kind_for(planes),
+        has_q8=any(isinstance(matrix.weight, Q8Planes) for matrix in matrices),
         num_sms=num_sms,
     )
     kernel.launch_linear_group(x, planes, given, config, num_sms)
     return outs
-
-
-def linear_chain(
-    x: Tensor,
-    matrices: Sequence[GroupMatrix],
-    following: Following,
-    *,
-    rotation: tuple[Tensor, Tensor, int] | None = None,
-    limit: float | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Multiply x by several matrices, and one of the results by others, in one launch on a GPU.
-
-    Args:
-        x: as of `linear_group`.
-        matrices: of the first group.
-        following: the second group; `chain_refusal` refuses neither.
-        rotation: of x, as of `linear_group`.
-        limit: of the clamped SwiGLU of pairs, > 0; None for no clamp.
-
-    Returns:
-        The results of both groups, those of two calls of `linear_group` bit for bit.
-
-    Raises:
-        ArgumentError: as `linear_group`, or the two are no chain.
-    """
-    _check(x, matrices, None, rotation, limit)
-    is_rotated = rotation is not None
-    reason = chain_refusal(x.shape[0], matrices, following, x.device, is_rotated=is_rotated)
-    if reason:
-        raise ArgumentError(
-            f"linear_chain: {reason}.",
-            hint="Multiply by one group after the other with linear_group.",
-        )
-    outs = [_make_out(x, matrix) for matrix in matrices]
-    source = outs[following.source]
-    _check(source, following.matrices, following.norm, None, limit)
-    others = [_make_out(x, matrix) for matrix in following.matrices]
-    given, then = _given(None, rotation, limit), _given(following.norm, None, limit)
-    if not x.is_cuda:
-        torch_ops.multiply(x, matrices, outs, given)
-        torch_ops.multiply(source, following.matrices, others, then)
-        return outs, others
-    launch_linear_chain(x, (matrices, outs, given), (following, others, then), _num_sms(x.device))
-    return outs, others
-
-
-def launch_linear_chain(
-    x: Tensor,
-    first: tuple[Sequence[GroupMatrix], Sequence[Tensor], GroupInput],
-    second: tuple[Following, Sequence[Tensor], GroupInput],
-    num_sms: int,
-) -> None:
-    """Enqueue a chain; `linear_chain` has checked and allocated.
-
-    Args:
-        x: of the first group.
-        first: its matrices, their results and what happens to x.
-        second: the group behind it, its results, what happens to its x.
-        num_sms: multiprocessors that it may take.
-    """
-    (matrices, outs, given), (following, others, then) = first, second
-    planes = [_planes(matrix, out) for matrix, out in zip(matrices, outs, strict=True)]
-    more = [_planes(matrix, out) for matrix, out in zip(following.matrices, others, strict=True)]
-    forms = _forms(matrices, following, is_rotated=given.rotation is not None)
-    one, two = kernel.select_linear_chain(*forms, x.shape[0], num_sms)
-    behind = kernel.FollowingGroup(outs[following.source], more, then, two, following.tickets)
-    kernel.launch_linear_group(x, planes, given, one, num_sms, behind)
 
 
 def _given(

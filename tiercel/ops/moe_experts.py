@@ -11,26 +11,14 @@ from tiercel import env
 from tiercel.errors import ArgumentError
 from tiercel.kernels.moe import moe_experts_gemm as gemm
 from tiercel.kernels.moe import moe_experts_tiles as tiles
-from tiercel.kernels.moe.moe_experts_tiles import RouteInput
 from tiercel.kernels.moe.stack_planes import MAX_SORTED, StackPlanes
 from tiercel.kernels.packed.packed_matvec import device_limits
 from tiercel.kernels.runtime.rtc import is_dependent
 from tiercel.ops import moe_experts_torch as torch_ops
 from tiercel.ops.moe_experts_torch import Experts
-from tiercel.ops.moe_route import moe_route, moe_route_hash
 from tiercel.quant import QuantTensor
 from tiercel.quant_tiles import MOST_E8M0, tile_stack
 from tiercel.quant_types import Layout, QuantType
-
-__all__ = [
-    "RouteInput",
-    "choose_experts",
-    "clamped_swiglu",
-    "moe_experts",
-    "moe_experts_routed",
-    "rest_experts",
-    "tiles_refusal",
-]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of a tile for the kernels, and the pairs an expert has on average from which they are many.
@@ -134,7 +122,7 @@ def moe_experts(
         return out
     stacks = None
     if experts.tickets is not None and x.dtype == torch.bfloat16 and not rounds_activations:
-        run_tiles(out, x, (ids, weights), experts, limit, num_ranks, addend)
+        run_tiles(out, x, ids, weights, experts, limit, num_ranks, addend)
         return out
     if x.is_cuda and not rounds_activations and env.has_moe_kernel():
         stacks = kernel_stacks(experts, x.dtype)
@@ -150,80 +138,6 @@ def moe_experts(
 def _add(out: Tensor, addend: Tensor | None) -> Tensor:
     """A result with what no kernel has added to it."""
     return out if addend is None else out.add_(addend)
-
-
-def moe_experts_routed(
-    x: Tensor,
-    routing: RouteInput,
-    experts: Experts,
-    *,
-    limit: float | None,
-    own: range | None = None,
-    rounds_activations: bool = False,
-    out_dtype: torch.dtype | None = None,
-    num_ranks: int = 1,
-    addend: Tensor | None = None,
-) -> Tensor:
-    """`moe_experts` of the experts that a router chooses, in one launch for a few tokens.
-
-    Args:
-        x: as the others of `moe_experts`.
-        routing: what `moe_route` or `moe_route_hash` chooses from.
-        experts: see `moe_experts`.
-        limit: see `moe_experts`.
-        own: of the router; see `moe_route`.
-        rounds_activations: see `moe_experts`.
-        out_dtype: see `moe_experts`.
-        num_ranks: see `moe_experts`.
-        addend: see `moe_experts`.
-
-    Returns:
-        See `moe_experts`.
-
-    Raises:
-        ArgumentError: as `moe_experts` and the router.
-
-    Source: as both.
-    """
-    can_route = own is None and x.dtype == torch.bfloat16 and not rounds_activations
-    if can_route and x.shape[0] and not routed_refusal(routing, experts):
-        _check_limit("moe_experts", limit)
-        out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
-        _check_addend(addend, out)
-        run_tiles(out, x, routing, experts, limit, num_ranks, addend)
-        return out
-    ids, weights = choose_experts(routing, own)
-    return moe_experts(
-        x,
-        ids,
-        weights,
-        experts,
-        limit=limit,
-        rounds_activations=rounds_activations,
-        out_dtype=out_dtype,
-        num_ranks=num_ranks,
-        addend=addend,
-    )
-
-
-def choose_experts(routing: RouteInput, own: range | None = None) -> tuple[Tensor, Tensor]:
-    """Experts and weights by `moe_route` or `moe_route_hash`, in a launch of its own.
-
-    own: see `moe_route`.
-    """
-    logits, scale = routing.logits, routing.scale
-    if routing.table is not None:
-        return moe_route_hash(logits, routing.table, routing.token_ids, scale=scale, own=own)
-    assert routing.bias is not None, "a router has a bias or a table"
-    return moe_route(logits, routing.bias, topk=routing.topk, scale=scale, own=own)
-
-
-def routed_refusal(routing: RouteInput, experts: Experts) -> str:
-    """Why the experts' kernel does not choose them itself; "" if it does."""
-    if not env.has_moe_route() or experts.tickets is None:
-        return "TIERCEL_MOE_ROUTE=1 is not set, or the experts do not rest in layout TILES"
-    shape = _tiles_shape(experts, routing.topk)
-    return tiles.route_refusal(routing, shape, device_limits(routing.logits.device))
 
 
 def kernel_stacks(
@@ -298,7 +212,8 @@ def _is_mxfp4(stack: Tensor | QuantTensor) -> TypeGuard[QuantTensor]:
 def run_tiles(
     out: Tensor,
     x: Tensor,
-    pairs: tuple[Tensor, Tensor] | RouteInput,
+    ids: Tensor,
+    weights: Tensor,
     experts: Experts,
     limit: float | None,
     num_ranks: int = 1,
@@ -309,20 +224,20 @@ def run_tiles(
     Args:
         out: (T, hidden) float, written; T > 0.
         x: (T, hidden) bfloat16.
-        pairs: ids (T, topk) int64 and weights (T, topk) float32, or what the kernel finds them
-            from, which `route_refusal` does not refuse.
+        ids: (T, topk) int64.
+        weights: (T, topk) float32.
         experts: of `rest_experts`.
         limit: of the clamped SwiGLU; None for no clamp.
         num_ranks: see `moe_experts`.
         addend: see `moe_experts`.
     """
-    x, (num_experts, inter, hidden) = x.contiguous(), experts.w1.shape
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    num_pairs, (num_experts, inter, hidden) = ids.numel(), experts.w1.shape
     stacks = [tile_planes(stack) for stack in (experts.w1, experts.w3, experts.w2)]
-    if isinstance(pairs, RouteInput):
-        _launch_tiles(out, x, pairs, None, experts, stacks, limit, num_ranks, addend)
-        return
-    ids, weights = pairs[0].contiguous(), pairs[1].contiguous()
-    num_pairs, shape = ids.numel(), _tiles_shape(experts, ids.shape[1])
+    shape = tiles.ExpertsShape(
+        num_experts, hidden, inter, ids.shape[1], stacks[0].kind, stacks[2].kind
+    )
+    limits = device_limits(x.device)
     capability = torch.cuda.get_device_capability(x.device)
     if env.has_moe_gemm() and not gemm.gemm_refusal(shape, num_pairs // num_ranks, capability):
         configs = gemm.select_gemm(shape.gate), gemm.select_gemm(shape.down)
@@ -335,52 +250,22 @@ def run_tiles(
         )  # fmt: skip
         _add(out, addend)
         return
-    chunks = None
-    if num_pairs > tiles.MOST_FOLDED:
-        columns = _tiles_config(shape, x).columns
-        num_chunks = torch_ops.most_tiles(num_pairs, num_experts, columns)
-        made = torch_ops.make_tiles(ids, num_experts, columns, num_chunks)
-        chunks = (made.experts, made.pairs)
-    _launch_tiles(out, x, (ids, weights), chunks, experts, stacks, limit, num_ranks, addend)
-
-
-def _tiles_shape(experts: Experts, topk: int) -> tiles.ExpertsShape:
-    num_experts, inter, hidden = experts.w1.shape
-    gate, down = tile_planes(experts.w1), tile_planes(experts.w2)
-    return tiles.ExpertsShape(num_experts, hidden, inter, topk, gate.kind, down.kind)
-
-
-def _tiles_config(shape: tiles.ExpertsShape, x: Tensor) -> tiles.TilesConfig:
-    config = tiles.select_tiles(shape, x.shape[0], device_limits(x.device))
+    config = tiles.select_tiles(shape, x.shape[0], limits)
     assert config is not None, "rest_experts refuses it"
-    return config
-
-
-def _launch_tiles(
-    out: Tensor,
-    x: Tensor,
-    pairs: tuple[Tensor, Tensor] | RouteInput,
-    chunks: tuple[Tensor, Tensor] | None,
-    experts: Experts,
-    stacks: list[StackPlanes],
-    limit: float | None,
-    num_ranks: int,
-    addend: Tensor | None,
-) -> None:
-    """By the kernel of few tokens, with chunks of pairs that it does not sort."""
-    topk = pairs.topk if isinstance(pairs, RouteInput) else pairs[0].shape[1]
-    shape, num_pairs = _tiles_shape(experts, topk), x.shape[0] * topk
     assert experts.tickets is not None, "rest_experts made them"
-    tickets = experts.tickets
-    if chunks is not None:
-        count = tiles.num_tickets(chunks[0].shape[0])
+    chunks, tickets = None, experts.tickets
+    if num_pairs > tiles.MOST_FOLDED:
+        num_chunks = torch_ops.most_tiles(num_pairs, num_experts, config.columns)
+        made = torch_ops.make_tiles(ids, num_experts, config.columns, num_chunks)
+        chunks = (made.experts, made.pairs)
+        count = tiles.num_tickets(num_chunks)
         tickets = torch.zeros(count, dtype=torch.int32, device=x.device)
-    h = torch.empty((num_pairs, shape.inter), dtype=x.dtype, device=x.device)
-    y = _make_results(num_pairs, shape.hidden, x.device, num_ranks)
+    h = torch.empty((num_pairs, inter), dtype=x.dtype, device=x.device)
+    y = _make_results(num_pairs, hidden, x.device, num_ranks)
     added = addend is not None and addend.dtype == torch.float32 and addend.is_contiguous()
     tiles.launch_moe_experts_tiles(
-        out, x, pairs, chunks, stacks, limit, (h, y, tickets), _tiles_config(shape, x),
-        num_sms=device_limits(x.device).num_sms, is_dependent=is_dependent(x.device),
+        out, x, ids, weights, chunks, stacks, limit, (h, y, tickets), config,
+        num_sms=limits.num_sms, is_dependent=is_dependent(x.device),
         addend=addend if added else None,
     )  # fmt: skip
     if not added:

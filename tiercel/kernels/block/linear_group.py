@@ -5,9 +5,6 @@ blocks, Q8_0 in planes, or bfloat16. What is around the products of a DeepSeek-V
 the launch: the norm or the inverse rotation of x, the clamped SwiGLU of gate and up, a sum that the
 result is added to.
 
-A second group, whose x is a result of the first, may follow in the same launch: the CTAs wait for
-each other between the two, with the weights of the second on their way.
-
 Floor: the planes once, x once for each CTA from L2, the results once. So a CTA whose x leaves no
 room for a second one on its multiprocessor has twice as many warps. 16 tokens are slower than one
 matrix after the other (wo_a 24.2 against 15.3 us), and requests of all weights before the wait cost
@@ -30,7 +27,6 @@ from tiercel.kernels.runtime import rtc
 MAX_TOKENS = 8  # of a tensor core product's columns
 MAX_MATRICES = 8  # MOST_MATRICES of the kernel
 CAPABILITY = (8, 0)  # products of bfloat16
-CHAINED = ((9, 0), (10, 0))  # with the shared memory of `_SM_BYTES`, so that all CTAs run at once
 TILE_ROWS, PAIR_ROWS = 16, 8
 UNIT_BYTES = 128  # of a row
 KINDS = ("FP8_BLOCK", "BF16", "Q8_0")  # numbers and bits of the kernel
@@ -106,64 +102,6 @@ def select_linear_group(
     if blocks <= 2 * num_sms:
         return LinearGroupConfig(parts, tiles, 4, 2)
     return three if has_cache and kind_of_input == PLAIN else three._replace(ctas=2)
-
-
-class GroupForm(NamedTuple):
-    """What decides a group's launch.
-
-    Attributes:
-        columns: of its matrices.
-        num_tiles: of each of them.
-        kind: INPUT of the kernel.
-        has_q8: whether one of them is in Q8_0.
-    """
-
-    columns: int
-    num_tiles: Sequence[int]
-    kind: int
-    has_q8: bool
-
-
-def select_linear_chain(
-    first: GroupForm, second: GroupForm, num_tokens: int, num_sms: int = H200_SMS
-) -> tuple[LinearGroupConfig, LinearGroupConfig]:
-    """Choose the launch of a group and of one behind it, whose CTAs serve both. Pure.
-
-    The order of sums is that of `select_linear_group`. A CTA is as wide as either group needs, and
-    a multiprocessor has as few as it needs, or three where one group gains and the other has room.
-
-    Args:
-        first: the group.
-        second: the one behind it.
-        num_tokens: rows of x.
-        num_sms: multiprocessors of the device.
-    """
-    one, two = chosen = [
-        select_linear_group(
-            form.columns,
-            form.num_tiles,
-            num_tokens,
-            kind_of_input=form.kind,
-            has_q8=first.has_q8 or second.has_q8,
-            num_sms=num_sms,
-        )
-        for form in (first, second)
-    ]
-    warps = max(config.parts * config.tiles for config in chosen)
-    ctas = min(one.ctas, two.ctas)
-    smem = chain_smem_bytes((first.columns, second.columns), num_tokens, (one, two))
-    is_plain = first.kind == second.kind == PLAIN
-    if ctas == 2 and max(one.ctas, two.ctas) == 3 and is_plain and 3 * smem <= _X_BYTES:
-        ctas = 3
-    shared = [
-        config._replace(
-            tiles=warps // config.parts,
-            stages=2 if ctas == 3 else config.stages,  # what the registers of three hold
-            ctas=ctas,
-        )
-        for config in chosen
-    ]
-    return shared[0], shared[1]
 
 
 def unit_columns(dtype: torch.dtype) -> int:
@@ -286,15 +224,13 @@ def cuda_source(
     kinds: int,
     kind_of_input: int,
     config: LinearGroupConfig,
-    following: tuple[int, int, LinearGroupConfig] | None = None,
     *,
     has_half: bool = False,
 ) -> rtc.KernelSource:
     """The kernel for some formats, a bit each in the order of `KINDS`.
 
-    following: formats, kind of input and launch of a second group. has_half: of `has_half_x`.
+    has_half: of `has_half_x`.
     """
-    next_kinds, next_input, then = following or (0, PLAIN, LinearGroupConfig(0, 0, 0, 0))
     macros = (
         ("IS_BF16", 1),
         ("HALF_X", int(has_half)),
@@ -304,10 +240,6 @@ def cuda_source(
         ("STAGES", config.stages),
         ("CTAS", config.ctas),
         ("INPUT", kind_of_input),
-        ("NEXT_KINDS", next_kinds),
-        ("NEXT_PARTS", then.parts),
-        ("NEXT_STAGES", then.stages),
-        ("NEXT_INPUT", next_input),
     )
     return rtc.KernelSource("linear_group", macros)
 
@@ -316,16 +248,6 @@ def smem_bytes(columns: int, num_tokens: int, config: LinearGroupConfig) -> int:
     """Dynamic shared memory of a CTA: x, and sums of warps."""
     sums = config.parts * config.tiles * _SUM_BYTES if config.parts > 1 else 0
     return num_tokens * (2 * columns + 16) + sums
-
-
-def chain_smem_bytes(
-    columns: Sequence[int], num_tokens: int, configs: Sequence[LinearGroupConfig]
-) -> int:
-    """Dynamic shared memory of a CTA that has two groups one after the other."""
-    return max(
-        smem_bytes(count, num_tokens, config)
-        for count, config in zip(columns, configs, strict=True)
-    )
 
 
 def fits(columns: int, num_tokens: int) -> bool:
@@ -382,24 +304,6 @@ def _matrix(planes: GroupPlanes, first_cta: int, num_ctas: int, num_blocks: int)
     )
 
 
-class FollowingGroup(NamedTuple):
-    """A second group of a launch, whose x is a result of the first.
-
-    Attributes:
-        x: (tokens, columns) bfloat16, a result of the first group.
-        matrices: as of a launch.
-        given: what happens to x.
-        config: as wide as that of the first group, of `select_linear_chain`.
-        tickets: (2,) int32 zeros, which are zeros again afterwards.
-    """
-
-    x: Tensor
-    matrices: Sequence[GroupPlanes]
-    given: GroupInput
-    config: LinearGroupConfig
-    tickets: Tensor
-
-
 def _place(
     matrices: Sequence[GroupPlanes], config: LinearGroupConfig, slots: int
 ) -> tuple[_Group, int, int]:
@@ -437,7 +341,6 @@ def launch_linear_group(
     given: GroupInput,
     config: LinearGroupConfig,
     num_sms: int = H200_SMS,
-    following: FollowingGroup | None = None,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
 
@@ -445,39 +348,20 @@ def launch_linear_group(
         x: (tokens, groups * columns) bfloat16; rows a multiple of 16 bytes apart.
         matrices: 1 to `MAX_MATRICES`, of equal columns, each with rows.
         given: what happens to x.
-        config: from `select_linear_group`, or with a second group `select_linear_chain`.
+        config: from `select_linear_group`.
         num_sms: multiprocessors of the device.
-        following: a second group, multiplied when all CTAs have finished the first.
     """
     num_tokens, columns = x.shape[0], matrices[0].weights.shape[1]
     if num_tokens == 0:
         return
     smem = smem_bytes(columns, num_tokens, config)
-    then = None
-    if following is not None:
-        then = following.matrices[0].weights.shape[1]
-        smem = max(smem, smem_bytes(then, num_tokens, following.config))
     at_once = max(1, min(config.ctas, _SM_BYTES // (smem + _RESERVED_BYTES)))
     group, ctas, kinds = _place(matrices, config, at_once * num_sms)
-    arguments: list[object] = [group, _input(x, columns, given)]
-    second = None
-    if following is not None and then is not None:
-        group, others, next_kinds = _place(following.matrices, following.config, at_once * num_sms)
-        second = next_kinds, following.given.kind_for(following.matrices), following.config
-        ctas = max(ctas, others)
-        arguments += [group, _input(following.x, then, following.given)]
-        arguments.append(rtc.pointer(following.tickets))
+    source = cuda_source(kinds, given.kind_for(matrices), config, has_half=has_half_x(x.device))
     rtc.launch(
-        rtc.load_kernel(
-            cuda_source(
-                kinds, given.kind_for(matrices), config, second, has_half=has_half_x(x.device)
-            ),
-            x.device,
-            smem,
-        ),
+        rtc.load_kernel(source, x.device, smem),
         ctas,
         32 * config.parts * config.tiles,
-        arguments,
+        [group, _input(x, columns, given)],
         is_dependent=rtc.is_dependent(x.device),
-        is_cooperative=following is not None,
     )

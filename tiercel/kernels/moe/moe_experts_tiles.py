@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from tiercel.quant_types import IQ2_XXS_GRID, TILE_ROWS
 MOST_FOLDED: Final = 512
 """Pairs that each CTA sorts by itself."""
 MOST_EXPERTS: Final = 1 << 16
-MOST_ROUTED: Final = 8
-"""Tokens whose experts each CTA finds by itself."""
-_MOST_CHOSEN, _MOST_SCORED = 32, 512  # slots and experts of such a token: a warp's registers
 CAPABILITY: Final = (8, 0)  # cp.async, products of bfloat16
 _UNIT_COLUMNS: Final = 256
 _LEAST_PARTS: Final = 4  # if there are so many units
@@ -189,7 +186,7 @@ def item_warps(shape: ExpertsShape, config: TilesConfig) -> tuple[int, int]:
     return select_parts(num_units(shape.hidden)), select_parts(num_units(shape.inter))
 
 
-def smem_bytes(shape: ExpertsShape, config: TilesConfig, *, is_routed: bool = False) -> int:
+def smem_bytes(shape: ExpertsShape, config: TilesConfig) -> int:
     """Dynamic shared memory of a CTA: rings, sums of parts, tokens, the list of chunks."""
     slot = max(UNITS[shape.gate].num_bytes, UNITS[shape.down].num_bytes)
     ring = config.warps * config.stages * 2 * slot
@@ -209,7 +206,6 @@ def smem_bytes(shape: ExpertsShape, config: TilesConfig, *, is_routed: bool = Fa
     held = shape.topk if config.single else config.columns
     words = 2 * held + _FLAG_WORDS + shape.experts + _LISTED_WORDS * MOST_FOLDED
     words += GRID_WORDS * ("IQ2_XXS" in (shape.gate, shape.down))
-    words += MOST_ROUTED * shape.topk * is_routed
     return ring + sums + rows + 4 * words
 
 
@@ -283,12 +279,8 @@ def cuda_source(
     totals: tuple[int, int],
     *,
     is_folded: bool,
-    routed: int = 0,
 ) -> rtc.KernelSource:
-    """The kernel as built for one kind of call.
-
-    totals: of gate and up, of down (`total_code`). routed: `RouteInput.kind`, 0 for none.
-    """
+    """The kernel as built for one kind of call; totals: of gate and up, of down (`total_code`)."""
     macros = (
         ("GATE_TYPE", UNITS[shape.gate].code),
         ("DOWN_TYPE", UNITS[shape.down].code),
@@ -310,7 +302,6 @@ def cuda_source(
         ("OUT", OUT_CODES[out_dtype]),
         ("CTAS", config.ctas),
         ("SINGLE", int(config.single is not None)),
-        ("ROUTED", routed),
         ("COUNTER", int(config.has_counter)),
     )
     return rtc.KernelSource("moe_experts_tiles", macros)
@@ -319,50 +310,6 @@ def cuda_source(
 def total_code(stack: StackPlanes) -> int:
     """Whether a stack has a number for each matrix: 0 none, 1 a factor, 2 a divisor."""
     return 0 if stack.total is None else 1 + stack.is_divisor
-
-
-class RouteInput(NamedTuple):
-    """What a router chooses from, where the kernel does it.
-
-    Attributes:
-        logits: (T, experts) float32, inner stride 1.
-        bias: (experts,) float32, contiguous; None with a table.
-        table: (vocab, topk) int64, contiguous; None with a bias.
-        token_ids: (T,) int32 or int64, contiguous.
-        topk: experts of a token.
-        scale: of the weights.
-    """
-
-    logits: Tensor
-    bias: Tensor | None
-    table: Tensor | None
-    token_ids: Tensor
-    topk: int
-    scale: float
-
-    @property
-    def kind(self) -> int:
-        """ROUTED of the kernel."""
-        return 1 if self.table is None else 2
-
-
-def route_refusal(routing: RouteInput, shape: ExpertsShape, limits: DeviceLimits) -> str:
-    """Why the kernel does not choose the experts of some tokens; "" if it does. Pure."""
-    num_tokens, num_experts = routing.logits.shape
-    config = select_tiles(shape, num_tokens, limits)
-    tensors = (routing.bias, routing.table, routing.token_ids)
-    checks = {
-        f"{num_tokens} tokens are more than {MOST_ROUTED}": num_tokens > MOST_ROUTED,
-        f"{num_experts} experts, of which {shape.experts} are here": num_experts != shape.experts,
-        f"{num_experts} experts, {routing.topk} slots are too many": num_experts > _MOST_SCORED
-        or routing.topk > min(_MOST_CHOSEN, MOST_FOLDED // MOST_ROUTED),
-        f"the logits are {routing.logits.dtype}": routing.logits.dtype != torch.float32,
-        "rows with gaps": routing.logits.stride(1) != 1
-        or any(one is not None and not one.is_contiguous() for one in tensors),
-        "shared memory is full": config is None
-        or smem_bytes(shape, config, is_routed=True) > limits.smem_bytes,
-    }
-    return next((reason for reason, refuses in checks.items() if refuses), "")
 
 
 def num_tickets(num_chunks: int) -> int:
@@ -385,55 +332,25 @@ class KernelStack(ctypes.Structure):
         return cls(*(None if plane is None else plane.data_ptr() for plane in planes))
 
 
-class _Routing(ctypes.Structure):
-    """Struct Routing of the kernel."""
+class _Work(ctypes.Structure):
+    """Struct Work of the kernel."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "token_ids")),
-        ("stride", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("has_long_ids", ctypes.c_int),
+        *((name, KernelStack) for name in ("gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "of_chunks", "pairs")),
+        *((name, ctypes.c_void_p) for name in ("h", "y", "out", "addend", "tickets")),
+        ("limit", ctypes.c_float),
+        ("num_tokens", ctypes.c_int),
+        ("num_chunks", ctypes.c_int),
+        ("grid", ctypes.c_ubyte * len(IQ2_XXS_GRID)),
     )
-
-    @classmethod
-    def of(cls, routing: RouteInput) -> _Routing:
-        """The addresses of what it chooses from."""
-        tensors = (routing.logits, routing.bias, routing.table, routing.token_ids)
-        return cls(
-            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-            routing.logits.stride(0),
-            routing.scale,
-            int(routing.token_ids.dtype == torch.int64),
-        )
-
-
-_WORK_FIELDS: Final = (
-    *((name, KernelStack) for name in ("gate", "up", "down")),
-    *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "of_chunks", "pairs")),
-    *((name, ctypes.c_void_p) for name in ("h", "y", "out", "addend", "tickets")),
-    ("limit", ctypes.c_float),
-    ("num_tokens", ctypes.c_int),
-    ("num_chunks", ctypes.c_int),
-)
-_GRID_FIELD: Final = ("grid", ctypes.c_ubyte * len(IQ2_XXS_GRID))
-
-
-class _Work(ctypes.Structure):
-    """Struct Work of the kernel, with experts that are given."""
-
-    _fields_ = (*_WORK_FIELDS, _GRID_FIELD)
-
-
-class _RoutedWork(ctypes.Structure):
-    """Struct Work of the kernel that finds experts."""
-
-    _fields_ = (*_WORK_FIELDS, ("routing", _Routing), _GRID_FIELD)
 
 
 def launch_moe_experts_tiles(
     out: Tensor,
     x: Tensor,
-    pairs: tuple[Tensor, Tensor] | RouteInput,
+    ids: Tensor,
+    weights: Tensor,
     chunks: tuple[Tensor, Tensor] | None,
     stacks: Sequence[StackPlanes],
     limit: float | None,
@@ -449,8 +366,8 @@ def launch_moe_experts_tiles(
     Args:
         out: (T, hidden) float, contiguous, written; T > 0.
         x: (T, hidden) bfloat16, contiguous.
-        pairs: ids (T, topk) int64 and weights (T, topk) float32, contiguous; or what the kernel
-            finds them from, which `route_refusal` does not refuse.
+        ids: (T, topk) int64, contiguous.
+        weights: (T, topk) float32, contiguous.
         chunks: None where the kernel sorts the pairs; experts (chunks,) and pairs (chunks,
             config.columns) int64 of `make_tiles`.
         stacks: w1, w3 and w2 in layout TILES, the first two alike but for their numbers.
@@ -465,21 +382,15 @@ def launch_moe_experts_tiles(
     """
     gate, up, down = stacks
     shape = ExpertsShape(
-        *(gate.q.shape[0], x.shape[1], workspace[0].shape[1], workspace[0].shape[0] // x.shape[0]),
-        *(gate.kind, down.kind),
+        gate.q.shape[0], x.shape[1], workspace[0].shape[1], ids.shape[1], gate.kind, down.kind
     )
-    routing = pairs if isinstance(pairs, RouteInput) else None
-    given = (None, None) if isinstance(pairs, RouteInput) else tuple(t.data_ptr() for t in pairs)
     totals = (total_code(gate), total_code(down))
-    kind = 0 if routing is None else routing.kind
-    source = cuda_source(shape, config, out.dtype, totals, is_folded=chunks is None, routed=kind)
-    smem = smem_bytes(shape, config, is_routed=routing is not None)
-    kernel = rtc.load_kernel(source, x.device, smem)
+    source = cuda_source(shape, config, out.dtype, totals, is_folded=chunks is None)
+    kernel = rtc.load_kernel(source, x.device, smem_bytes(shape, config))
     lists = (None, None) if chunks is None else (chunks[0].data_ptr(), chunks[1].data_ptr())
-    fields = (
+    work = _Work(
         *(KernelStack.of(stack) for stack in (gate, up, down)),
-        x.data_ptr(),
-        *given,
+        *(tensor.data_ptr() for tensor in (x, ids, weights)),
         *lists,
         *(
             workspace[0].data_ptr(),
@@ -491,11 +402,7 @@ def launch_moe_experts_tiles(
         math.inf if limit is None else limit,
         x.shape[0],
         0 if chunks is None else chunks[0].shape[0],
-    )
-    work = (
-        _Work(*fields, _GRID)
-        if routing is None
-        else _RoutedWork(*fields, _Routing.of(routing), _GRID)
+        _GRID,
     )
     rtc.launch(
         kernel,

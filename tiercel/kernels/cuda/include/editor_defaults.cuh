@@ -78,10 +78,6 @@
 #define IS_GATE_UP 1
 #define IS_NVFP4 1
 #define KINDS 7
-#define NEXT_INPUT 1
-#define NEXT_KINDS 7
-#define NEXT_PARTS 1
-#define NEXT_STAGES 2
 #define OCTETS 2
 #define TILES 1
 
@@ -139,7 +135,6 @@
 #define PHASE 0
 #define QUARTERS_AHEAD 11
 #define ROWS 2048
-#define ROUTED 1
 #define SINGLE 0
 #define TOPK 6
 #define TOTAL 0

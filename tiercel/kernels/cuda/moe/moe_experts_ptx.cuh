@@ -18,8 +18,6 @@ DEV void mma_digits(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-DEV u32 warp_largest(u32 v) { return __reduce_max_sync(~0u, v); }
-DEV u32 warp_least(u32 v) { return __reduce_min_sync(~0u, v); }
 // A word by which a warp of a CTA waits for another, and what that one wrote to any memory before.
 DEV void publish_shared(u32 address, u32 value) {
   asm volatile("fence.acq_rel.cta;\nst.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value)

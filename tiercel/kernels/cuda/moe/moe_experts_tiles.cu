@@ -6,8 +6,8 @@
 // flight), BUFFERS (of sums), FOLDS (pairs that each CTA sorts; 0: sorted ahead), GATE_TOTAL,
 // DOWN_TOTAL (numbers of whole matrices: 0 none, 1 factors, 2 divisors), OUT (0 fp16, 1 bf16, 2
 // float32), CTAS (an SM, for the registers), SINGLE (there is one token), GATE_WARPS, DOWN_WARPS (that
-// share an item: as many as parts, or if SINGLE more), ROUTED (0: experts are given, else
-// moe_experts_route.cuh), COUNTER (if SINGLE: one more warp counts what the others have written).
+// share an item: as many as parts, or if SINGLE more), COUNTER (if SINGLE: one more warp counts what
+// the others have written).
 //
 // Pairs (token, slot) of one expert are cut into chunks. An item is 16 rows of gate and up of a
 // chunk, then 32 rows of down. CTAs own equal ranges of all items; the groups of a CTA take turns,
@@ -24,9 +24,6 @@
 // The pairs of a single token are not sorted, each is a chunk, and a CTA owns output columns in down,
 // with all their slots: no CTA waits for others a second time.
 #include "moe/moe_experts_groups.cuh"
-#if ROUTED
-#include "moe/moe_experts_route.cuh"
-#endif
 
 #define THREADS_OF_CTA (32 * WARPS)  // that multiply
 // All warps that multiply.
@@ -77,8 +74,8 @@ struct Stack {
 struct Work {
   Stack gate, up, down;
   const u8* x;             // (num_tokens, HIDDEN) bf16
-  const i64* ids;          // (num_pairs,), not if ROUTED
-  const float* weights;    // (num_pairs,), not if ROUTED
+  const i64* ids;          // (num_pairs,)
+  const float* weights;    // (num_pairs,)
   const i64* of_chunks;    // (num_chunks,) experts, FOLDS == 0
   const i64* pairs;        // (num_chunks, COLUMNS), num_pairs where nothing is, FOLDS == 0
   u8* h;                   // (num_pairs, INTER) bf16
@@ -88,9 +85,6 @@ struct Work {
   u32* tickets;            // COUNTED, then one a chunk: zeros, and zeros again at the end
   float limit;
   int num_tokens, num_chunks;
-#if ROUTED
-  Routing routing;
-#endif
   unsigned short grid[256];  // quant_types.IQ2_XXS_GRID
 };
 
@@ -104,14 +98,12 @@ struct Chunks {
   u32* pairs;      // of the chunk at hand, or of a single token
   float* weights;  // of those
   float* sums;     // of a single token: 32 output columns of its slots, of two places
-  float* routed;   // weights of all pairs, if ROUTED
   int num, own_expert;  // of a single token's pair of this lane
   DEV explicit Chunks(u8* at) {
     u32* words = (u32*)at;
     pairs = words, weights = (float*)(words + HELD), flags = words + 2 * HELD;
     written = flags + 4, grid = flags + 20, counts = grid + (HAS_GRID ? 256 : 0), order = counts + EXPERTS;
     ranks = order + FOLDS, own = ranks + FOLDS, sums = (float*)order;  // which one token does not need
-    routed = (float*)(own + 2 * FOLDS);
   }
   DEV int expert(const Work& w, int chunk) const {
     if (SINGLE) return __shfl_sync(~0u, own_expert, chunk);
@@ -126,27 +118,16 @@ struct Chunks {
   DEV u32 pair(const Work& w, int chunk, int n) const {
     return FOLDS ? order[own[2 * chunk + 1] + n] : (u32)w.pairs[(i64)chunk * COLUMNS + n];
   }
-  DEV u32 id_of(const Work& w, int pair) const { return ROUTED ? ranks[pair] : (u32)w.ids[pair]; }
-  DEV float weight_of(const Work& w, int pair) const { return ROUTED ? routed[pair] : w.weights[pair]; }
   // Sort the pairs by expert, in their order within an expert: all CTAs agree on it.
   DEV void sort(const Work& w, int tid) {
     const int num_pairs = w.num_tokens * TOPK, lane = tid & 31;
-#if ROUTED
-    for (int token = tid / 32; token < w.num_tokens; token += WARPS) {
-      int expert;
-      float weight;
-      route_token(w.routing, token, lane, expert, weight);
-      if (lane < TOPK) ranks[token * TOPK + lane] = expert, routed[token * TOPK + lane] = weight;
-    }
-    meet_all();
-#endif
 #if SINGLE
-    own_expert = lane < TOPK ? (int)id_of(w, lane) : 0;
-    if (tid < TOPK) pairs[tid] = tid, weights[tid] = weight_of(w, tid);
+    own_expert = lane < TOPK ? (int)w.ids[lane] : 0;
+    if (tid < TOPK) pairs[tid] = tid, weights[tid] = w.weights[tid];
     num = TOPK;
 #elif FOLDS
     for (int e = tid; e < EXPERTS; e += THREADS_OF_CTA) counts[e] = 0;
-    for (int i = tid; i < num_pairs; i += THREADS_OF_CTA) ranks[i] = id_of(w, i);
+    for (int i = tid; i < num_pairs; i += THREADS_OF_CTA) ranks[i] = (u32)w.ids[i];
     meet_all();
     if (tid < 32) {
       for (int i = lane; i - lane < num_pairs; i += 32) {
@@ -460,8 +441,8 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
     const int chunk = low / P::ITEMS, high = SINGLE ? own.last : min(own.last, (chunk + 1) * P::ITEMS);
     const int m = SINGLE ? 1 : c.size(w, chunk);
     if (!SINGLE && tid < m) {
-      const u32 pair = c.pair(w, chunk, tid);
-      c.pairs[tid] = pair, c.weights[tid] = c.weight_of(w, pair);
+      const int pair = c.pair(w, chunk, tid);
+      c.pairs[tid] = pair, c.weights[tid] = w.weights[pair];
     }
     if (PHASE && tid == 0) wait_for_count(done + chunk, Gate::ITEMS);
     meet_all();
