@@ -12,8 +12,6 @@
 // Macros: IS_BF16 (1), HALF_X, KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
 // CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back, and groups).
 #define WARPS (PARTS * TILES)
-#define X_WARPS WARPS
-#define MEET_AT_X __syncthreads
 #include "block/linear_group_tiles.cuh"
 
 // ---- what a lane reads
@@ -51,7 +49,7 @@ template <int KIND> DEV void fetch(Unit& unit, const Matrix& m, const Rows& rows
       }
     }
     if (KIND == FP8) {
-      const int column = m.scale_columns == 128 ? at : at * 128 / m.scale_columns;
+      const int column = at * 128 / m.scale_columns;
       unit.scales[half].x = m.is_wide_scale ? load_read_only<u32>(rows.scales[half] + 4 * column)
                                             : load_read_only_byte(rows.scales[half] + column);
     }
@@ -77,7 +75,7 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
   wait_for_inputs();
   int staged = -1;
   if constexpr (INPUT != ROTATED) {
-    stage_x<INPUT>(in, in.norm_weight, memory, 0);
+    stage_x<INPUT>(in, memory, 0);
     if constexpr (is_half<KIND>()) halve_x(in, memory);
   }
   for (; block < last; ++block) {
@@ -87,7 +85,7 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
       const int first_column = (first_row < m.rows ? first_row : 0) / m.group_rows * in.columns;
       if (first_column != staged) {
         if (staged >= 0) __syncthreads();
-        stage_x<INPUT>(in, in.norm_weight, memory, first_column);
+        stage_x<INPUT>(in, memory, first_column);
         if constexpr (is_half<KIND>()) halve_x(in, memory);
         staged = first_column;
       }
@@ -120,7 +118,7 @@ template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memo
       }
     }
     if constexpr (is_half<KIND>()) scale_sums(in, memory, sums);
-    store_tile(m, in, rows_of_tile(m) * tile, m.rows, sums);
+    store_tile(m, in, tile, sums);
   }
 }
 
@@ -131,7 +129,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
   int index = 0;
   for (int i = 1; i < group.count; ++i) index += (int)blockIdx.x >= group.matrices[i].first_cta;
   const Matrix& m = group.matrices[index];
-  if ((int)blockIdx.x >= m.first_cta + m.num_ctas) return wait_for_inputs();
   if constexpr (KINDS & 1)
     if (m.kind == FP8) multiply<FP8>(m, in, memory);
   if constexpr (KINDS & 2)

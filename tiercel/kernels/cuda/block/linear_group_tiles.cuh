@@ -5,7 +5,7 @@
 // and takes the same columns of x, whichever the product's order of columns would be: a sum has no
 // order of its operands, so neither x nor weights are rearranged.
 //
-// Macros: IS_BF16 (1), HALF_X (1: E4M3 is multiplied in float16), X_WARPS (that stage x), MEET_AT_X (their barrier).
+// Macros: IS_BF16 (1), HALF_X (1: E4M3 is multiplied in float16), WARPS (of a CTA).
 #pragma once
 
 #include "block/linear_group_ptx.cuh"
@@ -98,9 +98,9 @@ DEV u32* peak_of(const Input& in, u8* memory, int token) {
 }
 
 // A warp norms a row in place.
-DEV void norm_rows(const Input& in, const float* weights, u8* memory) {
+DEV void norm_rows(const Input& in, u8* memory) {
   const int lane = threadIdx.x % 32;
-  for (int token = (int)threadIdx.x / 32; token < in.num_tokens; token += X_WARPS) {
+  for (int token = (int)threadIdx.x / 32; token < in.num_tokens; token += WARPS) {
     uint4* row = (uint4*)(memory + token * row_of_x(in.columns));
     float squares = 0.f;
     for (int run = lane; run < in.columns / 8; run += 32) {
@@ -122,7 +122,7 @@ DEV void norm_rows(const Input& in, const float* weights, u8* memory) {
       for (int i = 0; i < 4; ++i) {
         float a, b;
         unpack(word_of(v, i), a, b);
-        const float* weight = weights + 8 * run + 2 * i;
+        const float* weight = in.norm_weight + 8 * run + 2 * i;
         words[i] = pack(a * scale * weight[0], b * scale * weight[1]);
       }
       row[run] = make_uint4(words[0], words[1], words[2], words[3]);
@@ -149,22 +149,21 @@ DEV uint4 rotate_back(uint4 v, const Input& in, int column, int token) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Columns of x to shared memory, from `first_column` on; for all threads of X_WARPS warps.
-template <int GIVEN>
-DEV void stage_x(const Input& in, const float* norm_weight, u8* memory, int first_column) {
+// Columns of x to shared memory, from `first_column` on; for all threads of a CTA.
+template <int GIVEN> DEV void stage_x(const Input& in, u8* memory, int first_column) {
   const int runs = in.columns / 8;
   if (HALF_X && (int)threadIdx.x < in.num_tokens) *peak_of(in, memory, threadIdx.x) = 0;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * X_WARPS) {
+  for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * WARPS) {
     const int token = i / runs, column = first_column + 8 * (i - token * runs);
     uint4 v = __ldcg((const uint4*)(in.x + token * in.stride + column));
     if constexpr (GIVEN == ROTATED) v = rotate_back(v, in, column, token);
     *(uint4*)(memory + token * row_of_x(in.columns) + 2 * (column - first_column)) = v;
   }
-  MEET_AT_X();
+  __syncthreads();
   if constexpr (GIVEN == NORMED) {
-    norm_rows(in, norm_weight, memory);
-    MEET_AT_X();
+    norm_rows(in, memory);
+    __syncthreads();
   }
 }
 
@@ -176,10 +175,10 @@ DEV u32 top_exponent(u32 peak) { return max(peak >> 7, 15u); }
 template <class Visit> DEV void each_run_of_x(const Input& in, Visit visit) {  // by whole warps
   const int runs = in.columns / 8, num = in.num_tokens * runs, lane = threadIdx.x % 32;
 #pragma unroll 1  // units of weights are in registers meanwhile
-  for (int i = threadIdx.x; i - lane < num; i += 32 * X_WARPS)
+  for (int i = threadIdx.x; i - lane < num; i += 32 * WARPS)
     visit(min(i, num - 1) / runs, min(i, num - 1) % runs, i < num);
 }
-// x in shared memory, whose peaks are zeros, where it is; for all threads of X_WARPS warps.
+// x in shared memory, whose peaks are zeros, where it is; for all threads of a CTA.
 DEV void halve_x(const Input& in, u8* memory) {
   each_run_of_x(in, [&](int token, int run, bool is_run) {
     const uint4 v = *(const uint4*)(memory + token * row_of_x(in.columns) + 16 * run);
@@ -194,7 +193,7 @@ DEV void halve_x(const Input& in, u8* memory) {
     for (int step = 8; step; step /= 2) peak = max(peak, __shfl_xor_sync(~0u, peak, step));
     if (threadIdx.x % 16 == 0 && is_run) atomicMax(peak_of(in, memory, token), peak);
   });
-  MEET_AT_X();
+  __syncthreads();
   each_run_of_x(in, [&](int token, int run, bool is_run) {
     if (!is_run) return;
     uint4* at = (uint4*)(memory + token * row_of_x(in.columns) + 16 * run);
@@ -209,7 +208,7 @@ DEV void halve_x(const Input& in, u8* memory) {
     }
     *at = make_uint4(words[0], words[1], words[2], words[3]);
   });
-  MEET_AT_X();
+  __syncthreads();
 }
 // Sums of a lane, which are those of x divided by the power of two below its largest number.
 DEV void scale_sums(const Input& in, u8* memory, float (&sums)[4]) {
@@ -285,20 +284,19 @@ DEV float swiglu(float gate, float up, float limit) {
   }
   return gate / (1.f + __expf(-gate)) * up;
 }
-// Of a tile's rows those before `end`; a pair's tile has 8.
-DEV void store_tile(const Matrix& m, const Input& in, int first, int end, const float (&sums)[4]) {
-  const int lane = threadIdx.x % 32, row = first + lane / 4;
+DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&sums)[4]) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
-    const int token = 2 * (lane % 4) + column;
+    const int token = 2 * (lane % 4) + column, row = lane / 4;
     if (token >= in.num_tokens) continue;
-    const float one = sums[column], two = sums[2 + column];
+    const float first = sums[column], second = sums[2 + column];
     if (m.is_pair) {
-      if (row < end) store(m, token, row, swiglu(one, two, in.limit));
+      if (8 * tile + row < m.rows)
+        store(m, token, 8 * tile + row, swiglu(first, second, in.limit));
       continue;
     }
-    if (row < end) store(m, token, row, one);
-    if (row + 8 < end) store(m, token, row + 8, two);
+    if (16 * tile + row < m.rows) store(m, token, 16 * tile + row, first);
+    if (16 * tile + row + 8 < m.rows) store(m, token, 16 * tile + row + 8, second);
   }
 }
-DEV int rows_of_tile(const Matrix& m) { return m.is_pair ? 8 : 16; }
