@@ -1,6 +1,7 @@
 """Bytes on their way to a GPU: all of them, whatever their number."""
 
 import contextlib
+import threading
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,8 @@ from tiercel.models import upload as upload_module
 from tiercel.models.upload import Uploader
 
 PIECE = 2 << 20
+CPU = torch.device("cpu")
+THREAD = threading.local()  # which device each thread has set
 
 
 @pytest.mark.gpu
@@ -56,6 +59,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(THREAD, "device", device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: current)
     real = torch.empty
     monkeypatch.setattr(
@@ -65,7 +69,8 @@ def on_cpu(monkeypatch):
 
 
 def copy_when_read(upload, target, source):
-    """`np.copyto`, that refuses to write what the GPU has yet to read."""
+    """`np.copyto`, that refuses to write what the GPU has yet to read; on the device's threads."""
+    assert THREAD.device == CPU
     at = (target.ctypes.data - upload._pieces.data_ptr()) // 10
     assert not upload._fetched[at].is_pending, "overwritten on its way"
     target[...] = source
@@ -73,7 +78,7 @@ def copy_when_read(upload, target, source):
 
 @pytest.mark.parametrize("count", [0, 1, 9, 10, 11, 29, 30, 31, 60, 61, 95])
 def test_pieces_of_all_workers_make_the_whole(count, on_cpu, monkeypatch):
-    upload = Uploader(torch.device("cpu"))
+    upload = Uploader(CPU)
     assert upload._pieces.shape == (3, 10)
     monkeypatch.setattr(upload_module.np, "copyto", partial(copy_when_read, upload))
     for _ in range(2):
