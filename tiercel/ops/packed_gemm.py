@@ -147,25 +147,13 @@ def packed_gemm(
         ArgumentError: the shapes or dtypes disagree, or the weight is in the layout of the file.
     """
     check_tokens("packed_gemm", x, weight)
-    rows, in_features = weight.tensor.shape
-    tokens, planes = x.shape[0], weight.tensor.ordered_planes()
-    out = prepare_result("packed_gemm", (tokens, rows), planes[0].device, out_dtype, out)
+    tokens, rows = x.shape[0], weight.tensor.shape[0]
+    device = weight.tensor.ordered_planes()[0].device
+    out = prepare_result("packed_gemm", (tokens, rows), device, out_dtype, out)
     if isinstance(x, Tensor) and not x.is_cuda:
         return out.copy_(x.float() @ dequantize(weight.tensor, torch.float32).t())
     if tokens:
-        image = make_image(x, weight) if isinstance(x, Tensor) else x
-        name = weight.tensor.kernel_type
-        kernel.launch_packed_product(
-            planes,
-            name,
-            image.tensors[column_order(weight)],
-            out,
-            (tokens, rows, in_features),
-            weight.exponent,
-            kernel.select_packed_gemm(name, (rows, in_features), tokens),
-            scaled=image.scaled,
-            is_dependent=weight.is_dependent,
-        )
+        _launch(x, weight, out)
     return out
 
 
@@ -185,28 +173,32 @@ def packed_gemm_norm(x: Tensor | TokenImage, weight: PackedWeight, norm: NextNor
         ArgumentError: the shapes or dtypes disagree.
     """
     check_tokens("packed_gemm_norm", x, weight)
-    rows, in_features = weight.tensor.shape
-    tokens, name = x.shape[0], weight.tensor.kernel_type
+    tokens, rows = x.shape[0], weight.tensor.shape[0]
     if norm.x.shape != (tokens, rows) or rows % UNIT_COLUMNS or not tokens:
         raise ArgumentError(
             f"packed_gemm_norm: the residual is {tuple(norm.x.shape)} but the product is "
             f"{(tokens, rows)}.",
             hint=f"Pass a residual of the product's shape, in rows of {UNIT_COLUMNS}.",
         )
-    image = make_image(x, weight) if isinstance(x, Tensor) else x
     written, normed = norm.make_outputs()
+    _launch(x, weight, written)
+    return normed
+
+
+def _launch(x: Tensor | TokenImage, weight: PackedWeight, out: Tensor | kernel.NormOutputs) -> None:
+    image = make_image(x, weight) if isinstance(x, Tensor) else x
+    tokens, (rows, columns), name = x.shape[0], weight.tensor.shape, weight.tensor.kernel_type
     kernel.launch_packed_product(
         weight.tensor.ordered_planes(),
         name,
         image.tensors[column_order(weight)],
-        written,
-        (tokens, rows, in_features),
+        out,
+        (tokens, rows, columns),
         weight.exponent,
-        kernel.select_packed_gemm(name, (rows, in_features), tokens),
+        kernel.select_packed_gemm(name, (rows, columns), tokens),
         scaled=image.scaled,
         is_dependent=weight.is_dependent,
     )
-    return normed
 
 
 def check_tokens(op: str, x: Tensor | TokenImage, weight: PackedWeight) -> None:
