@@ -10,11 +10,8 @@ Once a rank comes seconds later than CTAs of one GPU would wait.
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +27,7 @@ from tests.fused_decode_step_model import (
     shape_of_ranks,
     shard_model,
 )
+from tests.launches_on_gpus import run_on_gpus
 from tests.ops.test_fused_decode_step import (
     TOLERANCE,
     layer_slots,
@@ -131,15 +129,5 @@ def run_rank(rank: int, ranks: int, place: str, launches: int) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--launches", type=int, default=1000)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (args.ranks, str(Path(folder) / "ranks"), args.launches)
-        torch.multiprocessing.spawn(run_rank, arguments, nprocs=args.ranks)
-
-
 if __name__ == "__main__":
-    main()
+    run_on_gpus(__doc__, run_rank)

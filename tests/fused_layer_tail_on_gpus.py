@@ -9,11 +9,8 @@ that lags. All of them must have the bits of the first, on all ranks.
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.all_reduce import join_ranks
 from tests.fused_layer_tail_model import EPS, Model, make_model
+from tests.launches_on_gpus import run_on_gpus
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape
 from tiercel.ops.fused_layer_tail import Refusal, fused_layer_tail, share_memory
 from tiercel.reference import fused_layer_tail as oracle
@@ -117,15 +115,5 @@ def run_rank(rank: int, ranks: int, place: str, launches: int) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--launches", type=int, default=1000)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (args.ranks, str(Path(folder) / "ranks"), args.launches)
-        torch.multiprocessing.spawn(run_rank, arguments, nprocs=args.ranks)
-
-
 if __name__ == "__main__":
-    main()
+    run_on_gpus(__doc__, run_rank)
