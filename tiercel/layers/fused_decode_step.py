@@ -27,8 +27,8 @@ from tiercel.ops.fused_decode_step import (
     fused_decode_step,
     prepare_caches,
     refuse_device,
-    refuse_ranks,
     refuse_shape,
+    refuse_sharing,
     select_geometry,
     share_memory,
 )
@@ -102,9 +102,11 @@ def make_fused_decode_step(
         refusal: why this rank has no copy, perhaps unlike the others.
     """
     refusal = refusal or refuse_shape(shape)
-    common = None if builder is not None else _refuse_place(device, group)
-    if common is not None:  # on all ranks
-        return refusal or common
+    if builder is None:
+        has_memory = group.small_sums is not None
+        common = refuse_device(device) or refuse_sharing(group.size, has_memory=has_memory)
+        if common is not None:  # on all ranks
+            return refusal or common
     plan = builder or refusal or _plan(layers, shape)
     memory = None
     if group.processes is not None:
@@ -137,14 +139,6 @@ def make_fused_decode_step(
             memory=memory,
         )
     )
-
-
-def _refuse_place(device: torch.device, group: Group) -> Refusal | None:
-    """Why no decoder's step runs here; the same on all ranks."""
-    refusal = refuse_device(device) or refuse_ranks(group.size)
-    if refusal is None and group.size > 1 and group.small_sums is None:
-        return Refusal(f"{group.size} GPUs share the model and no memory")
-    return refusal
 
 
 class _Plan(Struct, frozen=True):

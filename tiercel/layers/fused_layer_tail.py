@@ -22,7 +22,7 @@ from tiercel.ops.fused_layer_tail import (
     make_exchange,
     prepare_fused_layer_tail,
     refuse_device,
-    refuse_ranks,
+    refuse_sharing,
     refuse_width,
     share_memory,
 )
@@ -77,9 +77,9 @@ def make_fused_layer_tail(
         group: ranks that share the model; all of them call it.
     """
     hidden = layers[0].mlp_norm.weight.shape[0]
-    refusal = refuse_width(hidden) or refuse_device(device) or refuse_ranks(group.size)
-    if refusal is None and group.size > 1 and group.small_sums is None:
-        refusal = Refusal(f"{group.size} GPUs share the model and no memory")
+    has_memory = group.small_sums is not None
+    refusal = refuse_width(hidden) or refuse_device(device)
+    refusal = refusal or refuse_sharing(group.size, has_memory=has_memory)
     if refusal is not None:  # the same on all ranks
         return refusal
     weights = _bring_together(layers, eps, device, group.size)

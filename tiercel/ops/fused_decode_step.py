@@ -30,7 +30,7 @@ from tiercel.kernels.fused.fused_decode_step_stream import MatrixOrder, StreamLa
 from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
 from tiercel.kernels.fused.fused_refusal import CTAS
 from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
-from tiercel.kernels.fused.fused_refusal import refuse_ranks as refuse_ranks
+from tiercel.kernels.fused.fused_refusal import refuse_sharing as refuse_sharing
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType

@@ -19,7 +19,7 @@ from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
 from tiercel.kernels.fused.fused_layer_tail_geometry import Geometry, Matrix, partition_layer
 from tiercel.kernels.fused.fused_layer_tail_geometry import refuse_width as refuse_width
 from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
-from tiercel.kernels.fused.fused_refusal import refuse_ranks as refuse_ranks
+from tiercel.kernels.fused.fused_refusal import refuse_sharing as refuse_sharing
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.packed_repack import packed_repack

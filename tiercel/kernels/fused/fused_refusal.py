@@ -42,3 +42,15 @@ def refuse_ranks(ranks: int) -> Refusal | None:
     if ranks <= MOST_RANKS:
         return None
     return Refusal(f"{ranks} GPUs share the model, more than {MOST_RANKS}")
+
+
+def refuse_sharing(ranks: int, *, has_memory: bool) -> Refusal | None:
+    """Why ranks do not add sums within a kernel; None if they do, or if there is one. Pure.
+
+    Args:
+        ranks: GPUs that share the model.
+        has_memory: whether each reads and writes the others' memory.
+    """
+    if ranks > 1 and not has_memory:
+        return refuse_ranks(ranks) or Refusal(f"{ranks} GPUs share the model and no memory")
+    return refuse_ranks(ranks)
