@@ -40,7 +40,7 @@ class Session:
 
     @contextmanager
     def fresh(self) -> Iterator[Page]:
-        """The page as on a first visit; at the end a look at its console and requests."""
+        """The page as on a first visit, ready; at the end a look at its console and requests."""
         self.page.goto(f"{self.stage.base}/ui/theme.js")  # same origin, nothing runs there
         self.page.evaluate("localStorage.clear(); sessionStorage.clear()")
         self.page.set_viewport_size({"width": 1400, "height": 800})
@@ -51,6 +51,8 @@ class Session:
         self.watch.may_fail = False
         self.watch.origins = (f"{self.stage.base}/",)
         self.page.goto(self.stage.base)
+        # A message sent before the page knows the models names none.
+        expect(self.page.locator("#server-state")).to_have_attribute("data-status", "ready")
         yield self.page
         self.watch.check()
 
