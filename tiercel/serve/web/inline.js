@@ -1,8 +1,8 @@
 /**
  * Markdown within a line: emphasis, code, links, breaks, as DOM nodes.
  *
- * Emphasis follows CommonMark's delimiter stack, which takes time linear in the text for anything a
- * model writes; every search that can fail remembers that it failed, so hostile text stays cheap.
+ * Emphasis follows CommonMark's delimiter stack, which takes time linear in the text: every search
+ * that can fail remembers that it failed, so hostile text stays cheap.
  * Images are shown as links: loading them would tell another server that this answer was read.
  */
 
@@ -277,7 +277,12 @@ class InlineParser {
           break;
         }
         open.length = at + 1;
-        if (!this.#wrap(runs[open[at]], closer)) break;
+        if (!this.#wrap(runs[open[at]], closer)) {
+          // What is too deep lies behind every run that is still open: none of them can pair again.
+          open.length = 0;
+          floors.clear();
+          break;
+        }
         if (runs[open[at]].width === 0) open.pop();
         for (const [name, floor] of floors) floors.set(name, Math.min(floor, open.length));
       }
