@@ -20,6 +20,19 @@ os.environ.pop("TIERCEL_MODEL", None)  # a developer's own model must not replac
 import pytest
 import torch
 
+if importlib.util.find_spec("hypothesis"):  # a machine that runs tests of kernels alone may lack it
+    from hypothesis import HealthCheck, settings
+
+    # The same examples in each run, however slow; `--hypothesis-profile default` tries others.
+    settings.register_profile(
+        "repeatable",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("repeatable")
+
 # Workers take whole files in this order (--no-loadscope-reorder), so that no long file begins last.
 LONG_FILES = (
     "tests/kernels/test_rtc.py",
