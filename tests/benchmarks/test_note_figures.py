@@ -6,8 +6,6 @@ A section here is the text from a heading or a paragraph that begins in bold to 
 import re
 from pathlib import Path
 
-import pytest
-
 from benchmarks import figures
 
 ROOT = Path(__file__).parents[2]
@@ -55,22 +53,28 @@ def old_revisions(text):
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_name_their_file(page):
-    assert unnamed_tables(page.read_text()) == []
+def found_on_pages(search):
+    """What `search` finds on each page where it finds anything."""
+    found = {page.name: search(page.read_text()) for page in PAGES}
+    return {name: faults for name, faults in found.items() if faults}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_are_named_with_their_revision(page):
+def test_tables_name_their_file():
+    assert found_on_pages(unnamed_tables) == {}
+
+
+def test_files_are_named_with_their_revision():
     """So that figures of an older revision are marked as such."""
-    assert old_revisions(page.read_text()) == []
+    assert found_on_pages(old_revisions) == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_are_there(page):
-    paths = re.findall(r"benchmarks/results/([\w.]+\.json)", page.read_text())
-    names = re.findall(r"`(\w+_h200)\.json`", page.read_text())
-    assert {Path(path).stem for path in paths} | set(names) <= REVISIONS.keys()
+def test_named_files_are_there():
+    paths = r"benchmarks/results/(\w+)\.json|`(\w+_h200)\.json`"
+
+    def missing(text):
+        return {one or other for one, other in re.findall(paths, text)} - REVISIONS.keys()
+
+    assert found_on_pages(missing) == {}
 
 
 def test_each_file_is_named_by_a_page():

@@ -67,15 +67,18 @@ def commands_of(path):
 
 
 def mentions(pattern):
-    return [
-        pytest.param(path, found, id=f"{path.relative_to(PACKAGE)}:{line}-{found}"[:90])
+    """(path, line, match) of each text that matches; there are some."""
+    found = [
+        (path, f"{path.relative_to(PACKAGE)}:{line}", match)
         for path in sorted(PACKAGE.rglob("*.py"))
         if "reference" not in path.parts
         and path.name != "build.py"  # of the native library, a command of its own
         for line, text in texts(path)
         if not text.startswith("tiercel ")  # an example, which is read as a whole
-        for found in re.findall(pattern, PIP.sub("", text))
+        for match in re.findall(pattern, PIP.sub("", text))
     ]
+    assert found
+    return found
 
 
 def test_texts_are_found(tmp_path):
@@ -86,49 +89,48 @@ def test_texts_are_found(tmp_path):
     assert sorted(text for _, text in texts(path)) == ["--v", "--z {} --w"]
 
 
-@pytest.mark.parametrize(("path", "option"), mentions(r"(?<![\w{-])--([a-z][a-z-]+)(?![\w=<{-])"))
-def test_every_option_that_a_text_names_is_an_option_of_its_command(path, option):
-    known = set().union(*(option_names()[name] for name in commands_of(path)))
-    is_of_pip = path.name == "fetch.py" and option in PIP_OPTIONS
-    assert is_of_pip or option in known | {"version", "install-completion"}
+def test_every_option_that_a_text_names_is_an_option_of_its_command():
+    for path, place, option in mentions(r"(?<![\w{-])--([a-z][a-z-]+)(?![\w=<{-])"):
+        known = set().union(*(option_names()[name] for name in commands_of(path)))
+        is_of_pip = path.name == "fetch.py" and option in PIP_OPTIONS
+        assert is_of_pip or option in known | {"version", "install-completion"}, place
 
 
-@pytest.mark.parametrize(
-    ("path", "words"), mentions(r"(?<![\w/.])tiercel ((?:bench )?[a-z]+(?: (?:--[a-z-]+|\{\}))*)")
-)
-def test_every_command_that_a_text_names_is_understood(path, words):
-    first = words.split()[0]
-    if first not in {name.split()[0] for name in _COMMANDS}:
-        pytest.fail(f"tiercel {first} is no command")
-    arguments = words.replace("{}", "value").split()
-    if arguments == ["convert"]:  # the one command that needs arguments of its own
-        arguments += ["DIR", "OUT"]
-    _, _, unused, *_ = make_app().parse_known_args(arguments)
-    assert not unused
+def test_every_command_that_a_text_names_is_understood():
+    pattern = r"(?<![\w/.])tiercel ((?:bench )?[a-z]+(?: (?:--[a-z-]+|\{\}))*)"
+    app = make_app()
+    for _, place, words in mentions(pattern):
+        first = words.split()[0]
+        assert first in {name.split()[0] for name in _COMMANDS}, place
+        arguments = words.replace("{}", "value").split()
+        if arguments == ["convert"]:  # the one command that needs arguments of its own
+            arguments += ["DIR", "OUT"]
+        _, _, unused, *_ = app.parse_known_args(arguments)
+        assert not unused, place
 
 
-@pytest.mark.parametrize(("path", "name"), mentions(r"\bTIERCEL_[A-Z0-9_]*[A-Z0-9]\b"))
-def test_every_variable_that_a_text_names_is_read(path, name):
-    option = name.removeprefix("TIERCEL_").lower().replace("_", "-")
-    assert f'"{name}"' in SETTINGS or any(option in names for names in option_names().values())
+def test_every_variable_that_a_text_names_is_read():
+    for _, place, name in mentions(r"\bTIERCEL_[A-Z0-9_]*[A-Z0-9]\b"):
+        option = name.removeprefix("TIERCEL_").lower().replace("_", "-")
+        is_option = any(option in names for names in option_names().values())
+        assert f'"{name}"' in SETTINGS or is_option, place
 
 
-@pytest.mark.parametrize(
-    "found",
-    sorted(
-        found
-        for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
-        for found in re.findall(r"'(?:tiercel|\.)\[([a-z,]+)\]'|extra `([a-z]+)`", path.read_text())
-    ),
-    ids=lambda found: "".join(found),
-)
-def test_every_extra_that_a_text_names_can_be_installed(found):
-    assert set("".join(found).split(",")) <= set(EXTRAS)
+def test_every_extra_that_a_text_names_can_be_installed():
+    pattern = r"'(?:tiercel|\.)\[([a-z,]+)\]'|extra `([a-z]+)`"
+    pages = [*PACKAGE.rglob("*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    found = {
+        name
+        for path in pages
+        for names in re.findall(pattern, path.read_text())
+        for name in "".join(names).split(",")
+    }
+    assert {"cuda"} < found <= set(EXTRAS)
 
 
-@pytest.mark.parametrize(("path", "page"), mentions(r"docs/[a-z_]+\.md"))
-def test_every_page_that_a_text_names_is_there(path, page):
-    assert (ROOT / page).is_file()
+def test_every_page_that_a_text_names_is_there():
+    for _, place, page in mentions(r"docs/[a-z_]+\.md"):
+        assert (ROOT / page).is_file(), place
 
 
 GENERATE = ["generate", "The capital of France is", "--offline"]
@@ -236,11 +238,11 @@ EXAMPLES = sorted(set(examples()) - {"score"})  # without arguments it reads sta
 RUNNABLE = [x for x in EXAMPLES if x.split()[0] in RUN_HERE and "DeepSeek-V4" not in x]
 
 
-@pytest.mark.parametrize("line", EXAMPLES)
-def test_a_documented_command_is_understood(line):
-    _, bound, unused, *_ = app_of_all().parse_known_args(_name_command(split(line)))
-    assert not unused
-    assert not {"prompt", "file"} <= set(bound.arguments)
+def test_every_documented_command_is_understood():
+    for line in EXAMPLES:
+        _, bound, unused, *_ = app_of_all().parse_known_args(_name_command(split(line)))
+        assert not unused, line
+        assert not {"prompt", "file"} <= set(bound.arguments), line
 
 
 @pytest.mark.parametrize("line", RUNNABLE)
