@@ -22,6 +22,7 @@ from tests.cli.harness import COMMAND, environment, error_line, tiercel
 from tests.patience import PATIENCE_S, wait_for
 from tests.serve.harness import (
     NAME,
+    START_SECONDS,
     check_alive,
     children_of,
     is_answering,
@@ -41,6 +42,13 @@ STREAM = {
     "ignore_eos": True, "stream": True,
 }  # fmt: skip
 FAULTS = ("--enable-fault-injection",)
+
+
+@pytest.fixture(scope="module")
+def doomed(tiny, tmp_path_factory):
+    """A server whose engine is killed, and then itself."""
+    with start_server(tiny, log_path=tmp_path_factory.mktemp("log") / "server.log") as running:
+        yield running
 
 
 class Reader(threading.Thread):
@@ -101,29 +109,27 @@ def test_states_while_loading_and_ready(tiny, log_path):
         refused = server.post("/v1/completions", STREAM)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_loading"
-        server.wait_ready()
+        told = []
+        while (answer := server.get("/ready")).status_code != 200:
+            told.append(answer.json()["progress"])
+            assert time.monotonic() - started < START_SECONDS
+            time.sleep(0.01)
         assert time.monotonic() - started > 1.5
-        assert server.get("/ready").json() == {"status": "ready"}
+        assert answer.json() == {"status": "ready"}
+        assert told == sorted(told)
+        assert told[0] < 0.5 < told[-1] <= 1
         line = next(line for line in server.log.splitlines() if line.endswith(" ready"))
         assert f"url={server.url} model={NAME} context_tokens=2048 kv_cache_tokens=" in line
         assert f"try: curl {server.url}/v1/chat/completions" in server.log
 
 
-def test_progress_rises_and_the_log_names_each_stage_once(tiny, log_path):
-    with start_server(tiny, log_path=log_path, is_ready=False) as server:
-        wait_for(lambda: is_answering(server))
-        told = []
-        while (answer := server.get("/ready")).status_code != 200:
-            told.append(answer.json()["progress"])
-            time.sleep(0.01)
-        lines = re.findall(r"INFO serve stage=(\S+|\".*?\") starting$", server.log, re.MULTILINE)
-    assert told == sorted(told)
-    assert told[0] < 0.5 < told[-1] <= 1
+def test_the_log_names_each_stage_once(doomed):
+    lines = re.findall(r"INFO serve stage=(\S+|\".*?\") starting$", doomed.log, re.MULTILINE)
     assert lines == [
         '"Loading PyTorch"', "Loading", '"Warming up"', "Rehearsing", '"Rehearsing requests"'
     ]  # fmt: skip
-    assert "throughput" not in server.log
-    assert "\r" not in server.log
+    assert "throughput" not in doomed.log.partition(" ready\n")[0]
+    assert "\r" not in doomed.log
 
 
 def test_a_terminal_has_one_line_that_is_rewritten(tiny):
@@ -153,31 +159,28 @@ def test_a_terminal_has_one_line_that_is_rewritten(tiny):
     assert "starting" not in shown.decode()
 
 
-def test_states_while_the_engine_restarts(tiny, log_path):
-    with start_server(tiny, log_path=log_path) as server:
-        engine = server_engine(server)
-        reader = Reader(server, STREAM | {"max_tokens": 1500})
-        killed = time.monotonic()
-        os.kill(engine, signal.SIGKILL)
-        reader.join(PATIENCE_S)
-        assert time.monotonic() - killed < 5  # a busy machine gets more than the test below
-        assert "[DONE]" not in reader.text
-        error = json.loads(reader.text.strip().rpartition("data: ")[2])["error"]
-        assert error["code"] == "engine_restarting"
-        states = set()
-        while (answer := server.get("/ready")).status_code != 200:
-            states.add(answer.json()["status"])
-            assert server.get("/health").status_code == 200
-            assert time.monotonic() - killed < 2 * PATIENCE_S
-            refused = server.post("/v1/completions", {**STREAM, "stream": False})
-            assert refused.status_code in (200, 503)
-            time.sleep(0.05)
-        assert states == {"restarting"}
-        check_alive(server)
-        assert (
-            'engine_restarts_total{engine="0",model_name="tiny"} 1.0' in server.get("/metrics").text
-        )
-        assert server_engine(server) != engine
+def test_states_while_the_engine_restarts(doomed):
+    engine = server_engine(doomed)
+    reader = Reader(doomed, STREAM | {"max_tokens": 1500})
+    killed = time.monotonic()
+    os.kill(engine, signal.SIGKILL)
+    reader.join(PATIENCE_S)
+    assert time.monotonic() - killed < 5  # a busy machine gets more than the test below
+    assert "[DONE]" not in reader.text
+    error = json.loads(reader.text.strip().rpartition("data: ")[2])["error"]
+    assert error["code"] == "engine_restarting"
+    states = set()
+    while (answer := doomed.get("/ready")).status_code != 200:
+        states.add(answer.json()["status"])
+        assert doomed.get("/health").status_code == 200
+        assert time.monotonic() - killed < 2 * PATIENCE_S
+        refused = doomed.post("/v1/completions", {**STREAM, "stream": False})
+        assert refused.status_code in (200, 503)
+        time.sleep(0.05)
+    assert states == {"restarting"}
+    check_alive(doomed)
+    assert 'engine_restarts_total{engine="0",model_name="tiny"} 1.0' in doomed.get("/metrics").text
+    assert server_engine(doomed) != engine
 
 
 @pytest.mark.slow
@@ -279,23 +282,21 @@ def test_the_second_signal_ends_at_once(tiny, log_path):
         wait_for(lambda: not any(map(is_running, children)))
 
 
-def test_sigkill_leaves_nothing_behind(tiny, log_path, tmp_path):
-    with start_server(tiny, log_path=log_path) as server:
-        Reader(server, STREAM | {"max_tokens": 1500})
-        children = children_of(server.process.pid)
-        assert len(children) >= 2  # the engine and a template process
-        port = server.port
-        server.process.kill()
-        server.process.wait(5)
-        wait_for(lambda: not any(map(is_running, children)))
-        process, url = spawn(tiny, "--port", port, log_path=tmp_path / "second.log")
-        try:
-            assert url.endswith(f":{port}")
-            wait_for(lambda: accepts(port))
-        finally:
-            process.kill()
-            process.stdout.close()
-            process.wait(5)
+def test_sigkill_leaves_nothing_behind(doomed, tiny, log_path):
+    Reader(doomed, STREAM | {"max_tokens": 1500})
+    children = children_of(doomed.process.pid)
+    assert len(children) >= 2  # the engine and a template process
+    doomed.process.kill()
+    doomed.process.wait(5)
+    wait_for(lambda: not any(map(is_running, children)))
+    process, url = spawn(tiny, "--port", doomed.port, log_path=log_path)
+    try:
+        assert url.endswith(f":{doomed.port}")
+        wait_for(lambda: accepts(doomed.port))
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait(5)
 
 
 @pytest.mark.parametrize("arguments", [(), ("-tp", 2)], ids=["one rank", "two ranks"])
@@ -391,7 +392,10 @@ def test_every_limit_has_an_option_with_the_same_default():
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"not a model" * 10, "magic"), (None, "the path does not exist")],
+    [
+        (b"not a model" * 10, "magic"),
+        pytest.param(None, "the path does not exist", marks=pytest.mark.slow),
+    ],
 )
 def test_a_bad_model_ends_the_server_with_one_error(content, words, tmp_path, log_path):
     path = tmp_path / "bad.gguf"
@@ -458,7 +462,7 @@ def test_a_request_that_ends_two_engines_is_not_repeated_by_clients(tiny, log_pa
         assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("is_valid", [False, True])
+@pytest.mark.parametrize("is_valid", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_file_that_changed_ends_the_server_with_one_line(
     is_valid, tiny, tmp_path, log_path
 ):
