@@ -37,6 +37,19 @@ def make_tokens(tokens, columns, device):
     return x.half().to(device)
 
 
+def make_massive(tokens, columns, device):
+    """A residual before and after an update that gives or takes the massive activation of a row.
+
+    As in trained models: a channel of 1e4 where the others are of size 0.3. Of three rows each, one
+    gets it, one keeps it, and one loses it; other rows have neither.
+    """
+    after = 0.3 * torch.randn(tokens, columns)
+    before = after + 0.1 * torch.randn(tokens, columns)
+    after[0::12, 7] = after[4::12, 7] = 1e4
+    before[4::12, 7] = before[8::12, 7] = -1e4
+    return before.to(device), after.to(device)
+
+
 def relative_error(actual, expected):
     return ((actual.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
 

@@ -6,6 +6,7 @@ import torch
 from tests.packed_weights import (
     LAYOUTS,
     check_dependent_launches,
+    make_massive,
     make_tokens,
     make_weight,
     relative_error,
@@ -20,6 +21,7 @@ from tiercel.reference import packed_gemm as oracle
 
 # A weight is rounded to float16, its factors before that: 2**-12 each, random; the worst token.
 TOLERANCE = 8e-4
+NORMED_TOLERANCE = 1e-3  # a rounding more, which a massive activation does not average
 # (rows, columns): less than a tile, a row more than one, more rows than a CTA, uneven units.
 SHAPES = [(1, 256), (17, 512), (129, 768), (200, 1280), (1000, 512)]
 # Types with code of their own in every shape, others in two.
@@ -94,6 +96,91 @@ def test_every_launch_is_right(qtype, hopper):
                 results.append(out)
             assert torch.equal(*results), config  # the order of sums is fixed
             assert relative_error(results[0], expected) < TOLERANCE, config
+
+
+def residual_and_norm(config, size, device):
+    """A product that is added to the residual, and one that reads its norm, against the oracle.
+
+    Args:
+        config: of both launches.
+        size: of the norm's weight.
+        device: of the kernels.
+
+    Returns:
+        What was compared last.
+    """
+    torch.manual_seed(config.tokens)
+    tokens, inner, hidden = config.tokens - 5, 768, 512
+    first = make_weight(TYPES[0], hidden, inner, device)
+    second = make_weight(TYPES[1], 70, hidden, device, 1)
+    x = make_tokens(tokens, inner, device)
+    weight = size * (torch.rand(hidden) + 0.5).to(device)
+    earlier, residual = make_massive(tokens, hidden, device)
+    before = torch.full((config.tokens,), float("nan"), device=device)
+    before[:tokens] = (earlier.square().mean(dim=1) + 1e-6).rsqrt()
+    room = kernel.select_room(weight.max().item(), hidden)
+    total = residual.double().cpu() + oracle.packed_gemm(x, first.planes["data"], "Q4_K")
+    squares = total.square().mean(dim=1, keepdim=True) + 1e-6
+    normed = total / squares.sqrt() * weight.cpu()
+    expected = oracle.packed_gemm(normed, second.planes["data"].cpu(), "Q6_K")
+
+    given = x.new_full(kernel.image_shape(*x.shape), float("nan"))
+    kernel.launch_packed_image(x, 4, given, is_dependent=True)
+    shape = kernel.image_shape(tokens, hidden)
+    images = {order: x.new_full(shape, float("nan")) for order in (4, 6)}
+    sums = torch.full((1, hidden // 64, config.tokens), float("nan"), device=device)
+    roots, own = before * float("nan"), residual.clone()
+    written = kernel.NormOutputs(own, weight, images, sums, before, room)
+    _launch(first, given, written, (tokens, hidden, inner), config)
+    assert relative_error(own, total) < TOLERANCE
+    out = torch.full((tokens, 70), float("nan"), device=device)
+    scaled = kernel.NormInputs(sums, before, roots, 1e-6, room)
+    _launch(second, images[6], out, (tokens, 70, hidden), config, scaled)
+    assert relative_error(out, expected) < NORMED_TOLERANCE
+    assert relative_error(roots[None, :tokens], squares.T.rsqrt()) < 1e-4
+    return out
+
+
+def _launch(weight, image, out, shape, config, scaled=None):
+    tensor = packed_repack(weight, Layout.SOA)
+    kernel.launch_packed_product(
+        tensor.ordered_planes(),
+        tensor.kernel_type,
+        image,
+        out,
+        shape,
+        weight_exponent(weight),
+        config,
+        scaled=scaled,
+        is_dependent=True,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [0.05, 1, 8])
+@pytest.mark.parametrize("tile", kernel.TOKEN_CLASSES)
+def test_residual_and_norm(tile, size, hopper):
+    """At every launch, with the same bits each time."""
+    for groups, splits in [(1, 1), (2, 2), (3, 1), (1, 3), (2, 3)]:
+        configs = [kernel.make_config(qtype.name, tile, groups, splits) for qtype in TYPES[:2]]
+        config = min(configs, key=lambda config: config.stages)
+        if config.stages >= 2:  # `most_groups` leaves it out
+            results = [residual_and_norm(config, size, hopper) for _ in range(2)]
+            assert torch.equal(*results), config
+
+
+@pytest.mark.parametrize("columns", [512, 4096, 5120])
+@pytest.mark.parametrize("weight", [0.01, 1.0, 30.0])
+def test_images_have_room(weight, columns):
+    """For a channel that has a row's whole square, after the row grew; twice as much would not."""
+    most = weight * columns**0.5 * 2.0 ** (13 + kernel.select_room(weight, columns))
+    assert 65504 / 2 < most <= 65504
+
+
+def test_room_of_odd_norms():
+    """Zeros and what is no number; powers that a float32 has."""
+    assert kernel.select_room(0.0, 512) == kernel.select_room(float("nan"), 512) == 0
+    assert (kernel.select_room(1e30, 512), kernel.select_room(1e-30, 512)) == (-24, 24)
 
 
 @pytest.mark.gpu

@@ -3,22 +3,24 @@
 import pytest
 import torch
 
-from tests.packed_weights import make_tokens, make_weight, relative_error
+from tests.packed_weights import make_massive, make_tokens, make_weight, relative_error
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_mlp as kernel
 from tiercel.ops.packed_gemm import (
     TYPES,
     NextNorm,
     has_packed_gemm,
+    norm_room,
     packed_gemm,
     packed_gemm_norm,
 )
 from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.ops.packed_mlp import mlp_refusal, packed_mlp, packed_mlp_norm
 from tiercel.ops.packed_norm import packed_norm
-from tiercel.ops.rms_norm import rms_norm
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import packed_mlp as oracle
+from tiercel.reference.packed_gemm import packed_gemm as gemm_oracle
+from tiercel.reference.packed_norm import packed_norm as norm_oracle
 
 # Three roundings in a row: of the weights of both products, and of what is between them.
 TOLERANCE = 2e-3
@@ -100,24 +102,30 @@ def test_wrong_arguments(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [17, 64, 96, 140])
 def test_products_norm_the_residual(tokens, hopper):
-    """Two products that add to the residual, and their readers, as with norms of their own."""
-    hidden, inner = 1280, 768
-    qkv = prepare_packed(make_weight(TYPES[1], 200, hidden, hopper, seed=4), Layout.SOA)
-    output = prepare_packed(make_weight(TYPES[0], hidden, 512, hopper, seed=3), Layout.SOA)
-    gate_up, down = (
-        prepare_packed(part, Layout.SOA) for part in make_parts(PAIRS[0], (hidden, inner), hopper)
+    """Two products that add to the residual, and their readers, against the oracle."""
+    hidden, inner, eps = 1280, 768, 1e-6
+    qkv_part = make_weight(TYPES[1], 200, hidden, hopper, seed=4)
+    output_part = make_weight(TYPES[0], hidden, 512, hopper, seed=3)
+    parts = make_parts(PAIRS[0], (hidden, inner), hopper)
+    qkv, output, gate_up, down = (
+        prepare_packed(part, Layout.SOA) for part in (qkv_part, output_part, *parts)
     )
-    start, heads = make_tokens(tokens, hidden, hopper).float(), make_tokens(tokens, 512, hopper)
-    weight, zero = torch.rand(hidden, device=hopper) + 0.5, heads.new_zeros(tokens, hidden)
-    x = start.clone()
-    image = packed_norm(x, weight, 1e-6, (4,), zero)
-    image = packed_gemm_norm(heads, output, NextNorm(x, weight, 1e-6, (4,), image.roots))
-    norm = NextNorm(x, weight, 1e-6, (4, 6), image.roots)
+    earlier, start = make_massive(tokens, hidden, hopper)
+    heads, weight = make_tokens(tokens, 512, hopper), torch.rand(hidden, device=hopper) + 0.5
+    room, x = norm_room(weight), earlier.clone()
+    image = packed_norm(x, weight, eps, (4,))
+    x.copy_(start)
+    image = packed_gemm_norm(heads, output, NextNorm(x, weight, eps, (4,), image.roots, room))
+    norm = NextNorm(x, weight, eps, (4, 6), image.roots, room)
     image = packed_mlp_norm(image, gate_up, down, "silu", norm)
     out = packed_gemm(image, qkv, torch.float32)
-    plain = start + packed_gemm(heads, output, torch.float32)
-    plain += packed_mlp(rms_norm(plain, weight, 1e-6, torch.float16), gate_up, down, "silu")
-    expected = packed_gemm(rms_norm(plain, weight, 1e-6, torch.float16), qkv, torch.float32)
-    assert relative_error(x, plain.double().cpu()) < TOLERANCE
-    assert relative_error(out, expected.double().cpu()) < TOLERANCE
-    assert torch.allclose(image.roots[:tokens], (plain.square().mean(dim=1) + 1e-6).rsqrt(), 1e-3)
+
+    total = start.double().cpu() + gemm_oracle(heads, output_part.planes["data"], "Q4_K")
+    total += expect(norm_oracle(total, weight.cpu(), eps), parts, "silu")
+    normed = norm_oracle(total, weight.cpu(), eps)
+    expected = gemm_oracle(normed, qkv_part.planes["data"], "Q6_K")
+    assert total.isfinite().all()
+    assert relative_error(x, total) < TOLERANCE
+    assert relative_error(out, expected) < TOLERANCE
+    roots = (total.square().mean(dim=1) + eps).rsqrt()
+    assert torch.allclose(image.roots[:tokens].double().cpu(), roots, 1e-3)

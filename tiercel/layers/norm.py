@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tiercel.env import has_fused_gemm_norm
 from tiercel.layers.linear import Linear
-from tiercel.ops.packed_gemm import NextNorm, TokenImage
+from tiercel.ops.packed_gemm import NextNorm, TokenImage, norm_room
 from tiercel.ops.packed_norm import load_packed_norm, norm_refusal, packed_norm
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.parallel import SINGLE, Group
@@ -39,6 +39,7 @@ class RMSNorm:
         self.update_weight = update_weight
         self.group = group
         self._is_joined = has_fused_gemm_norm()
+        self._room = norm_room(weight) if self._is_joined else 0
 
     def __call__(self, x: Tensor, update: Tensor | None = None) -> Tensor:
         """x: (rows, hidden), update: of the same shape, added to x in place."""
@@ -71,7 +72,7 @@ class RMSNorm:
         orders = self.orders_after_product(reader, x.shape[0])
         if before.roots is None or not orders:
             return None
-        return NextNorm(x, self.weight, self.eps, orders, before.roots)
+        return NextNorm(x, self.weight, self.eps, orders, before.roots, self._room)
 
     def load_for(self, reader: Linear) -> None:
         """Load every kernel that `for_reader` may launch besides those of a call."""

@@ -54,6 +54,7 @@ class NextNorm(Struct, frozen=True):
         eps: added to the mean square, > 0.
         orders: of its images, for what reads it.
         roots: `TokenImage.roots` of the norm before.
+        room: from `norm_room`.
     """
 
     x: Tensor
@@ -61,6 +62,7 @@ class NextNorm(Struct, frozen=True):
     eps: float
     orders: Sequence[int]
     roots: Tensor
+    room: int
 
     def make_outputs(self) -> tuple[kernel.NormOutputs, TokenImage]:
         """Tensors for a product to write, and the image that they then are."""
@@ -68,10 +70,15 @@ class NextNorm(Struct, frozen=True):
         shape, tile = kernel.image_shape(tokens, rows), kernel.tile_tokens(tokens)
         images = {order: self.x.new_empty(shape, dtype=torch.float16) for order in self.orders}
         squares = self.x.new_empty(shape[0], rows // kernel.SQUARES_COLUMNS, tile)
-        written = kernel.NormOutputs(self.x, self.weight, images, squares, self.roots)
+        written = kernel.NormOutputs(self.x, self.weight, images, squares, self.roots, self.room)
         roots = torch.empty_like(self.roots)
-        scaled = kernel.NormInputs(squares, self.roots, roots, self.eps)
+        scaled = kernel.NormInputs(squares, self.roots, roots, self.eps, self.room)
         return written, TokenImage(images, (tokens, rows), roots, scaled)
+
+
+def norm_room(weight: Tensor) -> int:
+    """The room of a norm's images between two products; waits for the device, so at load."""
+    return kernel.select_room(weight.abs().max().item(), weight.shape[0])
 
 
 def column_order(weight: PackedWeight) -> int:

@@ -43,6 +43,11 @@ _AT_ONCE = {1: 132, 2: 128, 3: 96, 4: 96, 6: 96, 8: 64}
 # them times 2**10 and 2**15 in fp16. Types whose integers are converted have one for all.
 _LEAST_EXPONENT, _MOST_EXPONENT, CONVERTED_EXPONENT = -24, 0, 4
 _MOST_FP16 = 65504.0
+# Times that a row's root mean square may grow by one product before an image is infinite (and the
+# request fails, as of any NaN). Trained models grow 1,000 to 5,000 times where their massive
+# activations appear. More room would cost bits of a row that shrinks as much where they leave.
+_MOST_GROWTH = 2**13
+_MOST_ROOM = 24
 
 
 class PackedGemmConfig(Struct, frozen=True):
@@ -88,12 +93,14 @@ class NormInputs(Struct, frozen=True):
         before: (tokens of all tiles,), what rows of the norm before are multiplied by.
         roots: likewise of this norm, overwritten.
         eps: added to the mean square.
+        room: from `select_room`.
     """
 
     squares: Tensor
     before: Tensor
     roots: Tensor
     eps: float
+    room: int
 
 
 class NormOutputs(Struct, frozen=True):
@@ -105,6 +112,7 @@ class NormOutputs(Struct, frozen=True):
         images: by order of columns, one or two, of `image_shape`, overwritten.
         squares: of `NormInputs`, overwritten.
         before: of `NormInputs`.
+        room: likewise.
     """
 
     x: Tensor
@@ -112,6 +120,7 @@ class NormOutputs(Struct, frozen=True):
     images: Mapping[int, Tensor]
     squares: Tensor
     before: Tensor
+    room: int
 
     @property
     def orders(self) -> tuple[int, ...]:
@@ -125,7 +134,8 @@ class _RowNorm(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "second")),
         *((name, ctypes.c_void_p) for name in ("squares", "before", "roots")),
-        ("parts", ctypes.c_int),
+        ("parts", ctypes.c_ushort),
+        ("room", ctypes.c_short),
         ("eps", ctypes.c_float),
     )
 
@@ -136,7 +146,7 @@ class _RowNorm(ctypes.Structure):
         if norm is None:
             return result
         result.squares, result.before = norm.squares.data_ptr(), norm.before.data_ptr()
-        result.parts = norm.squares.shape[1]
+        result.parts, result.room = norm.squares.shape[1], norm.room
         if isinstance(norm, NormInputs):
             result.roots, result.eps = norm.roots.data_ptr(), norm.eps
         else:
@@ -210,6 +220,23 @@ def select_exponent(scale: float, least: float) -> int:
         return _LEAST_EXPONENT
     wanted = -math.ceil(math.log2(most)) if most else _MOST_EXPONENT
     return min(max(wanted, _LEAST_EXPONENT), _MOST_EXPONENT)
+
+
+def select_room(weight: float, columns: int) -> int:
+    """The power of two by which images of a norm are multiplied that a product writes. Pure.
+
+    Rows are scaled by the root of the norm before; a channel is then at most weight * sqrt(columns)
+    times what the row has grown since. A row that shrinks loses bits, so the power is as large as
+    the range of fp16 allows.
+
+    Args:
+        weight: the largest of the norm's, >= 0.
+        columns: of a row.
+    """
+    most = weight * math.sqrt(columns) * _MOST_GROWTH / _MOST_FP16
+    if not math.isfinite(most) or not most:
+        return 0
+    return min(max(-math.ceil(math.log2(most)), -_MOST_ROOM), _MOST_ROOM)
 
 
 def column_order(type_name: str) -> int:

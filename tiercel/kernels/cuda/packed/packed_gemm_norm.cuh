@@ -5,14 +5,14 @@
 //
 // A norm needs the squares of whole rows, of which a CTA has some columns. So its image is scaled by
 // the root of the norm before, which all know, and the product that reads the image scales its results
-// by the quotient of the two: the norm of x = image * root / (root_before * ROOM). Squares are added up
-// for 64 columns, then over these in order: bits do not depend on CTAs.
+// by the quotient of the two: the norm of x = image * root / (root_before * 2**room). `select_room` has
+// the range of fp16 in mind. Squares are added up for 64 columns, then over these in order: bits do not
+// depend on CTAs.
 #pragma once
 
 #include "include/shared_ptx.cuh"
 #include "packed/packed_columns.cuh"
 
-constexpr float ROOM = 1.f / 128;  // of images: a row may grow so often times 100 between two norms
 struct RowNorm {
   float* x;                // (m, rows), the residual; RESIDUAL
   const float* weight;     // (rows,)
@@ -20,8 +20,10 @@ struct RowNorm {
   float* squares;          // (tiles, parts, TOKENS), of 64 columns each; written or, if SCALED, read
   const float* before;     // (tiles * TOKENS), roots of the norm before
   float* roots;            // likewise of this norm; SCALED
-  int parts;
+  u16 parts;
+  short room;              // images are multiplied by 2**room
   float eps;
+  DEV float scale(float root) const { return root * __uint_as_float((127 + room) << 23); }
 };
 // Four columns of a token, to an image for another product (packed_image.cu).
 template <int OF>
@@ -54,7 +56,7 @@ DEV void find_factors(const RowNorm& norm, u32 factors, bool is_first, int lane)
     if (lane < LANES) {
       const int n = 4 * lane + e, token = blockIdx.z * TOKENS + n;
       const float root = rsqrtf(sum[e] / (64 * norm.parts) + norm.eps);
-      store_shared<u32>(factors + 4 * n, __float_as_uint(root / (norm.before[token] * ROOM)));
+      store_shared<u32>(factors + 4 * n, __float_as_uint(root / norm.scale(norm.before[token])));
       if (is_first) norm.roots[token] = root;
     }
   }
@@ -87,7 +89,7 @@ DEV void add_residual(void* image, const RowNorm& norm, const Residual& own, flo
   *(float4*)(norm.x + token * rows + column) = make_float4(y[0], y[1], y[2], y[3]);
   if (column % 64 == 0)
     norm.squares[((i64)blockIdx.z * norm.parts + column / 64) * TOKENS + n] = squares;
-  const float scale = own.before * ROOM;
+  const float scale = norm.scale(own.before);
   const float4 w = own.weight;
   const u16 h[4] = {float_to_half(y[0] * scale * w.x), float_to_half(y[1] * scale * w.y),
                     float_to_half(y[2] * scale * w.z), float_to_half(y[3] * scale * w.w)};
