@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.kernels.test_rtc import ARCH, ELSEWHERE, compile_here
+from tests.packed_images import read_image
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
 from tiercel.kernels.attention import decode_attention_split as kernel
+from tiercel.kernels.packed.packed_gemm import image_shape
 from tiercel.reference import decode_attention as oracle
 
 # Groups of 3, 7, 20, 4, 1, 2 heads: they fill tiles of rows, and cut queries, unevenly.
@@ -17,8 +19,8 @@ DTYPES = [torch.float16, torch.bfloat16]
 SCALE = 0.2
 
 
-def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, **options):
-    """With poisoned results and workspaces; max_seq_len loosens the bounds."""
+def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, into=None, **options):
+    """With poisoned results and workspaces; max_seq_len loosens the bounds; `into` an image."""
     tokens, heads, head_dim = q.shape
     splits = kernel.num_splits(max_seq_len or batch.max_seq_len, batch.max_query_len, window)
     config = kernel.select_decode_attention_split(
@@ -39,7 +41,7 @@ def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, **opti
         batch.seq_lens,
         partials[: tokens * heads],
         stats[: tokens * heads],
-        out[:tokens],
+        out[:tokens] if into is None else into,
         SCALE,
         window,
         batch.max_query_len,
@@ -326,3 +328,20 @@ def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
             sources.add(kernel.merge_source(head_dim, dtype, config, merge, folds=folds))
     for source in sources:
         assert compile_here(source, tmp_path, arch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "order"), [((32, 8, 128), 4), ((8, 4, 256), 6), ((12, 4, 64), 32)]
+)
+@pytest.mark.parametrize("length", [90, 3000])
+def test_results_as_an_image(heads, order, length, device):
+    """The bits of rows, where packed_gemm reads them."""
+    requests = [(1 + i % 2, length + 37 * i) for i in range(30)]
+    case = make_case(requests, heads, 64, torch.float16, device)
+    plain = run_kernel(*case[:4])
+    tokens, columns = len(plain), heads[0] * heads[2]
+    image = plain.new_full(image_shape(tokens, columns), float("nan"))
+    run_kernel(*case[:4], order=order, into=image)
+    found, _ = read_image(image.cpu(), order, tokens, columns)
+    assert torch.equal(found, plain.cpu())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.ops.test_decode_attention_split import alone, check_case, run_kernel
+from tests.packed_images import read_image
 from tests.paged_batches import make_case
 from tiercel.kernels.attention import decode_attention_split as kernel
 
@@ -127,3 +128,18 @@ def test_more_requests_than_lanes(processor):
     lengths = torch.randint(1, 200, (70,)).tolist()
     requests = [(1, length) for length in lengths]
     check_source(processor, requests, (4, 1, 128), 0, torch.float16, shares=11)
+
+
+@pytest.mark.parametrize(
+    ("order", "way"), [(4, WAYS[0]), pytest.param(6, WAYS[1], marks=pytest.mark.slow)], ids=str
+)
+def test_results_as_an_image(order, way, processor):
+    """The bits of rows, where packed_gemm reads them."""
+    requests = [(1, 300), *[(16, 20 + i) for i in range(2)], (1, 65)]  # two tiles of 32
+    case = make_case(requests, (8, 2, 64), 64, torch.float16, CPU)
+    plain = run(processor, case, 0, 5, **way)
+    image = torch.full((2, 32 * 512), float("nan"), dtype=torch.float16)
+    run(processor, case, 0, 5, **way, order=order, into=image)
+    found, rest = read_image(image, order, len(plain), 512)
+    assert torch.equal(found, plain)
+    assert rest.isnan().all()

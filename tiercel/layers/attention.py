@@ -19,8 +19,14 @@ from torch import Tensor
 from tiercel.batch import Batch, PackedItems
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.config import MAX_DECODE_QUERIES
+from tiercel.env import has_attention_image
 from tiercel.layers.linear import Linear
-from tiercel.ops.decode_attention import decode_attention, prepare_decode_attention
+from tiercel.ops.decode_attention import (
+    decode_attention,
+    decode_attention_image,
+    prepare_decode_attention,
+    writes_image,
+)
 from tiercel.ops.packed_gemm import TokenImage
 from tiercel.ops.prefill_attention import (
     plan_prefill_attention,
@@ -79,6 +85,7 @@ class Attention:
         self.head_norms = head_norms
         self.k_cache = self.v_cache = torch.empty(0)  # set by bind_cache
         self.group = 0
+        self._writes_images = has_attention_image()
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """The keys and values that this layer keeps for each token."""
@@ -88,7 +95,7 @@ class Attention:
     def bind_cache(self, planes: dict[str, Tensor], group: int) -> None:
         """Take the planes that this layer writes and reads, found through a group's tables."""
         self.k_cache, self.v_cache, self.group = planes["k"], planes["v"], group
-        prepare_decode_attention(self.k_cache, self.shape.num_heads)
+        prepare_decode_attention(self.k_cache, self.shape.num_heads, self._image_order())
 
     def plan(self, batch: Batch) -> PromptPlan | None:
         """The plan for all layers of this shape and group; None where no query is long."""
@@ -129,9 +136,23 @@ class Attention:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
         return self.output(self.heads(x, batch, plan))
 
-    def heads(self, x: Tensor | TokenImage, batch: Batch, plan: PromptPlan | None) -> Tensor:
-        """The same before the last projection, (T, rows of q)."""
-        return self.rope_and_attend(self.qkv(x), batch, plan)
+    def heads(
+        self, x: Tensor | TokenImage, batch: Batch, plan: PromptPlan | None
+    ) -> Tensor | TokenImage:
+        """The same before the last projection, (T, rows of q), as that is fastest from."""
+        heads = self._rotate(self.qkv(x), batch)
+        q, order = heads[:, : self.shape.num_heads], self._image_order(heads.shape[0])
+        if plan is not None or not order or not writes_image(q, self.k_cache, batch):
+            return self.attend(heads, batch, plan)
+        shape, caches = self.shape, (self.k_cache, self.v_cache)
+        return decode_attention_image(
+            q, *caches, batch, shape.scale, order, group=self.group, window=shape.window
+        )
+
+    def _image_order(self, rows: int | None = None) -> int:
+        """Of the image that the last projection reads; 0 if it reads none, or several."""
+        orders = self.output.image_orders(rows) if self._writes_images else ()
+        return orders[0] if len(orders) == 1 else 0
 
     def rope_and_attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """Norm and rotate q and k, write k and v to the cache, and attend: all between projections.
@@ -144,6 +165,10 @@ class Attention:
         Returns:
             (T, rows of q).
         """
+        return self.attend(self._rotate(heads, batch), batch, plan)
+
+    def _rotate(self, heads: Tensor, batch: Batch) -> Tensor:
+        """Norm and rotate q and k, and write k and v. Returns (T, all heads, head_dim)."""
         heads = heads.view(heads.shape[0], -1, self.shape.head_dim)
         slots, norms = batch.slot_mapping[self.group], self.head_norms
         if norms is None:
@@ -162,7 +187,7 @@ class Attention:
                 k_weight=norms.k,
                 eps=norms.eps,
             )
-        return self.attend(heads, batch, plan)
+        return heads
 
     def attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """heads: (T, all heads, head_dim), rotated and in the cache. Returns (T, rows of q)."""

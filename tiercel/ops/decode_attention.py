@@ -10,18 +10,22 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.errors import ArgumentError
+from tiercel.kernels.packed.packed_gemm import image_shape
+from tiercel.kernels.packed.packed_types import UNIT_COLUMNS
 from tiercel.ops.decode_attention_torch import attend_one, first_key, gather_cache
+from tiercel.ops.packed_gemm import TokenImage
 
 MAX_DECODE_HEAD_DIM = 256  # beyond, its tiles do not fit
 LEAST_DECODE_BLOCK = 16  # tokens; the smallest tile of a matrix product
 
 
-def prepare_decode_attention(k_cache: Tensor, num_heads: int) -> None:
+def prepare_decode_attention(k_cache: Tensor, num_heads: int, order: int = 0) -> None:
     """Load every kernel that decode steps on a cache may need, so that none waits for it.
 
     Args:
         k_cache: (num_blocks, block_size, num_kv_heads, head_dim); nothing happens on a CPU.
         num_heads: of the queries.
+        order: of the images of `decode_attention_image`; 0 for none.
     """
     if not k_cache.is_cuda:
         return
@@ -31,9 +35,10 @@ def prepare_decode_attention(k_cache: Tensor, num_heads: int) -> None:
     device, dtype = k_cache.device, k_cache.dtype
     if decode_attention_split.is_supported(head_dim, dtype, block_size, device):
         group = num_heads // kv_heads
-        decode_attention_split.load_decode_attention_split(
-            head_dim, dtype, block_size, group, MAX_DECODE_QUERIES, device
-        )
+        for one in {0, order}:
+            decode_attention_split.load_decode_attention_split(
+                head_dim, dtype, block_size, group, MAX_DECODE_QUERIES, device, one
+            )
 
 
 def decode_attention(
@@ -89,6 +94,51 @@ def decode_attention(
     return out.flatten(1)
 
 
+def writes_image(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
+    """Whether `decode_attention_image` takes a step; arguments as in `decode_attention`."""
+    if not q.is_cuda or q.dtype != torch.float16 or not _is_decode(k_cache, batch):
+        return False
+    return not q.shape[1] * q.shape[2] % UNIT_COLUMNS and _is_split(q, k_cache)
+
+
+def decode_attention_image(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    order: int,
+    *,
+    group: int = 0,
+    window: int = 0,
+) -> TokenImage:
+    """`decode_attention` with the bits of its result as an image for `packed_gemm`.
+
+    Args:
+        q: as in `decode_attention`, and likewise all but order; `writes_image` holds.
+        k_cache: likewise.
+        v_cache: likewise.
+        batch: likewise.
+        scale: likewise.
+        order: of the image's columns.
+        group: likewise.
+        window: likewise.
+    """
+    _check(q, k_cache, v_cache, batch)
+    image = _decode(q, k_cache, v_cache, batch, scale, group, window, order)
+    return TokenImage({order: image}, (q.shape[0], q.shape[1] * q.shape[2]))
+
+
+def _is_split(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether the split kernel takes queries and a cache on a GPU."""
+    from tiercel.kernels.attention import decode_attention_split
+
+    is_aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    return is_aligned and decode_attention_split.is_supported(
+        q.shape[2], q.dtype, k_cache.shape[1], q.device
+    )
+
+
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> None:
     if (
         q.shape[0] != batch.num_tokens
@@ -130,6 +180,7 @@ def _decode(
     scale: float,
     group: int,
     window: int,
+    order: int = 0,
 ) -> Tensor:
     from tiercel.kernels.attention import decode_attention as triton_kernel
     from tiercel.kernels.attention import decode_attention_split
@@ -137,14 +188,14 @@ def _decode(
 
     (tokens, heads, head_dim), block_size = q.shape, k_cache.shape[1]
     bounds = (batch.max_seq_len, batch.max_query_len, window)
-    is_aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
-    if is_aligned and decode_attention_split.is_supported(head_dim, q.dtype, block_size, q.device):
+    if _is_split(q, k_cache):
         rows = batch.max_query_len * heads // k_cache.shape[2]
         launch = partial(
             decode_attention_split.launch_decode_attention_split,
             config=decode_attention_split.select_decode_attention_split(
                 head_dim, rows, max_smem_bytes(q.device)
             ),
+            order=order,
         )
         splits = decode_attention_split.num_splits(*bounds)
     else:
@@ -152,7 +203,8 @@ def _decode(
         launch = partial(triton_kernel.launch_decode_attention, config=config)
         splits = config.num_splits(*bounds)
     partials = torch.empty((tokens * heads, splits, head_dim), dtype=torch.float32, device=q.device)
-    out = q.new_empty((tokens, heads * head_dim))
+    width = heads * head_dim
+    out = q.new_empty(image_shape(tokens, width) if order else (tokens, width))
     launch(
         q,
         k_cache,

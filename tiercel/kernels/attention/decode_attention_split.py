@@ -195,10 +195,12 @@ def attention_source(
     config: DecodeAttentionSplitConfig,
     *,
     folds: bool,
+    order: int = 0,
 ) -> rtc.KernelSource:
-    """The first kernel as built for one kind of call."""
+    """The first kernel as built for one kind of call; `order` of an image's columns."""
     macros = (
         *_split_macros(head_dim, dtype, config, folds=folds),
+        ("IMAGE", order),
         ("BLOCK_SIZE", block_size),
         ("STAGES", config.stages),
         ("CTAS", config.room),
@@ -246,12 +248,14 @@ def merge_source(
     merge: MergeConfig,
     *,
     folds: bool,
+    order: int = 0,
 ) -> rtc.KernelSource:
-    """The second kernel as built for one kind of call."""
+    """The second kernel as built for one kind of call; `order` of an image's columns."""
     if not folds:
         config = _LAUNCHES[head_dim, 8][0]  # any: not read
     macros = (
         *_split_macros(head_dim, dtype, config, folds=folds),
+        ("IMAGE", order),
         ("BATCH", merge.batch),
         ("WARPS", merge.warps),
         ("COLUMNS", merge.columns),
@@ -285,6 +289,7 @@ def load_decode_attention_split(
     group: int,
     queries: int,
     device: torch.device,
+    order: int = 0,
 ) -> None:
     """Load all that launches of up to `queries` tokens may need; call it before the first step."""
     limit = rtc.max_smem_bytes(device)
@@ -292,12 +297,12 @@ def load_decode_attention_split(
     configs = {select_decode_attention_split(head_dim, count, limit) for count in rows}
     sources: dict[rtc.KernelSource, int] = {}
     for config, folds in itertools.product(configs, (False, True)):
-        source = attention_source(head_dim, dtype, block_size, config, folds=folds)
+        source = attention_source(head_dim, dtype, block_size, config, folds=folds, order=order)
         sources[source] = config.smem_bytes(head_dim)
         few_or_many = (_MERGE_OF_FEW_ROWS, _MERGE_OF_MANY_ROWS)
         merges = (_FOLDED_MERGE,) if folds else (*few_or_many, *(one for _, one in _MERGES))
         for merge in merges:
-            sources[merge_source(head_dim, dtype, config, merge, folds=folds)] = 0
+            sources[merge_source(head_dim, dtype, config, merge, folds=folds, order=order)] = 0
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, smem_bytes in sources.items():
         rtc.load_kernel(source, device, smem_bytes)
@@ -327,6 +332,7 @@ def launch_decode_attention_split(
     shares: int = 0,
     folds: bool | None = None,
     heads_inside: bool | None = None,
+    order: int = 0,
 ) -> None:
     """Enqueue both kernels on the current stream; the op has checked and allocated.
 
@@ -344,7 +350,7 @@ def launch_decode_attention_split(
         seq_lens: (reqs,) int32.
         partials: (tokens * heads, slots, head_dim) float32, slots >= `num_splits`; overwritten.
         stats: (tokens * heads, slots, 2) float32; overwritten.
-        out: (tokens, heads * head_dim), dtype of q.
+        out: (tokens, heads * head_dim), dtype of q; with an order an image for packed_gemm.
         scale: multiplies the scores.
         window: 0 is none.
         max_query_len: bounds the new tokens of a request.
@@ -352,39 +358,39 @@ def launch_decode_attention_split(
         shares: CTAs among which the work is spread; 0: all that the device holds together.
         folds: None for the choice of `select_folds`; without effect on the result.
         heads_inside: None for the choice of `select_heads_inside`; without effect on the result.
+        order: of the image's columns; 0 for rows.
     """
     (tokens, heads, head_dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
     reqs, slots, group = seq_lens.shape[0], partials.shape[1], heads // kv_heads
+    width = heads * head_dim
     if tokens == 0:
         return
     shares = shares or _num_sms(q.device) * config.ctas
     tiles = reqs * kv_heads * -(-max_query_len * group // (8 * config.row_tiles))
     folds = select_folds(head_dim, tiles, slots) if folds is None else folds
-    source = attention_source(head_dim, q.dtype, block_size, config, folds=folds)
+    source = attention_source(head_dim, q.dtype, block_size, config, folds=folds, order=order)
     of_both = [*map(rtc.pointer, (cu_seqlens_q, seq_lens, partials, stats, out))]
-    sizes = [ctypes.c_int(size) for size in (reqs, kv_heads, group, slots, window or NO_WINDOW)]
-    rtc.launch(
-        rtc.load_kernel(source, q.device, config.smem_bytes(head_dim)),
-        shares,
-        _THREADS,
-        [
-            *map(rtc.pointer, (q, k_cache, v_cache, block_tables, rows)),
-            *of_both,
-            *map(ctypes.c_int64, (q.stride(0), q.stride(1), block_tables.stride(0))),
-            *sizes,
-            ctypes.c_float(scale * LOG2_E),
-            ctypes.c_int(select_heads_inside(tiles) if heads_inside is None else heads_inside),
-        ],
-        is_dependent=rtc.is_dependent(q.device),
-    )
+    sizes = [*map(ctypes.c_int, (reqs, kv_heads, group, slots, window or NO_WINDOW))]
+    if order:
+        sizes.append(ctypes.c_int(out.shape[1] // width))  # tokens of a tile
+    given = [
+        *map(rtc.pointer, (q, k_cache, v_cache, block_tables, rows)),
+        *of_both,
+        *map(ctypes.c_int64, (q.stride(0), q.stride(1), block_tables.stride(0))),
+        *sizes,
+        ctypes.c_float(scale * LOG2_E),
+        ctypes.c_int(select_heads_inside(tiles) if heads_inside is None else heads_inside),
+    ]
+    launch = functools.partial(rtc.launch, is_dependent=rtc.is_dependent(q.device))
+    launch(rtc.load_kernel(source, q.device, config.smem_bytes(head_dim)), shares, _THREADS, given)
     if slots == 1 and folds:
         return  # no row is shared
-    merge = select_merge(out.numel(), slots, _num_sms(q.device), folds=folds)
-    rtc.launch(
-        rtc.load_kernel(merge_source(head_dim, q.dtype, config, merge, folds=folds), q.device),
-        shares if folds else -(-out.shape[1] // (32 * merge.columns * merge.warps)),
+    merge = select_merge(tokens * width, slots, _num_sms(q.device), folds=folds)
+    source = merge_source(head_dim, q.dtype, config, merge, folds=folds, order=order)
+    launch(
+        rtc.load_kernel(source, q.device),
+        shares if folds else -(-width // (32 * merge.columns * merge.warps)),
         32 * merge.warps,
         [*of_both, *sizes, ctypes.c_int(max_query_len)],
         grid_y=1 if folds else reqs * max_query_len,
-        is_dependent=rtc.is_dependent(q.device),
     )

@@ -10,6 +10,7 @@
 // Macros: as decode_attention_split.cu, and BATCH (splits that a warp loads together, whole
 // groups), COLUMNS (of a lane: 1 or 2), CTAS (an SM, for the registers: CTAs that wait beside the
 // kernel ahead need room).
+#include "attention/decode_attention_results.cuh"
 #include "attention/decode_attention_splits.cuh"
 #include "attention/decode_attention_walk.cuh"
 
@@ -30,10 +31,11 @@ struct Part {
 struct Slab {
   const float* partials;  // (slots, D), from its first column on
   const float2* stats;    // (slots,)
-  u16* out;
-  DEV Slab(const float* all, const float2* all_stats, u16* results, int row, int slots, int slab)
+  Result out;
+  DEV Slab(const float* all, const float2* all_stats, const Results& results, int row, int slots,
+           int slab)
       : partials(all + (i64)row * slots * D + slab * SLAB), stats(all_stats + (i64)row * slots),
-        out(results + (i64)row * D + slab * SLAB) {}
+        out(results.of(row, slab * SLAB)) {}
 };
 
 // Zeros where they are not read.
@@ -45,9 +47,13 @@ DEV void load_columns(float (&x)[COLUMNS], const float* from, bool is_read) {
   x[0] = v.x, x[1] = v.y;
 #endif
 }
-DEV void store_columns(u16* to, const float (&x)[COLUMNS]) {
+DEV void store_columns(const Result& out, int column, const float (&x)[COLUMNS]) {
+  u16* to = out.at(column);
 #if COLUMNS == 1
   *to = (u16)pack(x[0], 0.f);
+#elif IMAGE
+  const u32 both = pack(x[0], x[1]);
+  *to = (u16)both, *out.at(column + 1) = (u16)(both >> 16);
 #else
   *(u32*)to = pack(x[0], x[1]);
 #endif
@@ -124,7 +130,7 @@ DEV void merge_slab(const Slab& slab, int low, int first, int last, F held) {
   const float by = total == 0.f ? 1.f : total;  // 0 where nothing is seen
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) acc[c] = __fdiv_rn(acc[c], by);
-  store_columns(slab.out + lane * COLUMNS, acc);
+  store_columns(slab.out, lane * COLUMNS, acc);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_merge(
@@ -132,9 +138,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     const int* seq_lens,    // (reqs,)
     const float* partials,  // (tokens * heads, slots, D)
     const float2* stats,    // (tokens * heads, slots): maximum and sum
-    u16* out,               // (tokens * heads, D)
-    int reqs, int kv_heads, int group, int slots, int window, int most_queries) {
+    u16* out,               // (tokens * heads, D), or decode_attention_results.cuh
+    int reqs, int kv_heads, int group, int slots, int window,
+#if IMAGE
+    int tile,  // tokens of the image's
+#endif
+    int most_queries) {
   launch_dependents();
+#if IMAGE
+  const Results into{out, kv_heads * group, tile};
+#else
+  const Results into{out};
+#endif
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #if FOLDS
   const Lengths lengths{nullptr, cu_seqlens, seq_lens, reqs, kv_heads, group, window, 0};
@@ -180,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
       return __ballot_sync(~0u, at.is_held(part.begin, first + lane));
     };
     const int result = (part.first_token + token) * kv_heads * group + part.head + packed - token * group;
-    merge_slab(Slab(partials, stats, out, result, slots, task % SLABS), part.low, part.first,
+    merge_slab(Slab(partials, stats, into, result, slots, task % SLABS), part.low, part.first,
                part.last, held);
   }
 #else
@@ -194,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     return __ballot_sync(~0u, first + lane >= low && first + lane <= last);
   };
   if (query < of.queries && task < kv_heads * group * SLABS)
-    merge_slab(Slab(partials, stats, out, (of.first_token + query) * kv_heads * group + task / SLABS,
+    merge_slab(Slab(partials, stats, into, (of.first_token + query) * kv_heads * group + task / SLABS,
                     slots, task % SLABS),
                low, low & -GROUP, last, held);
 #endif

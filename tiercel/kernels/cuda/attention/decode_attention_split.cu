@@ -32,6 +32,7 @@
 // (requests whose lengths have room in shared memory), SHARED_SUMS.
 #include "attention/decode_attention_ptx.cuh"
 #include "attention/decode_attention_splits.cuh"
+#include "attention/decode_attention_results.cuh"
 #include "attention/decode_attention_sums.cuh"
 #include "attention/decode_attention_walk.cuh"
 
@@ -45,15 +46,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     const int* seq_lens,  // (reqs,)
     float* partials,      // (tokens * heads, slots, D)
     float2* stats,        // (tokens * heads, slots): maximum and sum
-    u16* out,             // (tokens * heads, D)
+    u16* out,             // (tokens * heads, D), or decode_attention_results.cuh
     i64 q_token_stride, i64 q_head_stride, i64 table_stride,  // elements
-    int reqs, int kv_heads, int group, int slots, int window, float scale_log2,
+    int reqs, int kv_heads, int group, int slots, int window,
+#if IMAGE
+    int tile,  // tokens of the image's
+#endif
+    float scale_log2,
     int heads_inside) {  // of splits, see decode_attention_walk.cuh
   extern __shared__ __align__(1024) unsigned char memory[];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   // A constant that the compiler does not make again and again, from a slow register.
   const u32 smem = __shfl_sync(~0u, shared_address(memory), 0);
   launch_dependents();
+#if IMAGE
+  const Results into{out, kv_heads * group, tile};
+#else
+  const Results into{out};
+#endif
   int *kept = (int*)(memory + LENGTHS), *results = (int*)(memory + RESULTS);
   const bool is_kept = reqs <= KEPT;
   if (is_kept) {
@@ -394,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
         sums.take_row(ends_group);
       }
       if (is_ours && here.ends_rows())
-        sums.finish(out, results);
+        sums.finish(into, results);
       else if (!group_is_ours || ends_share || (ends_group && !is_ours))
         sums.store(partials, stats, slots, place, results);
       else if (ends_group)

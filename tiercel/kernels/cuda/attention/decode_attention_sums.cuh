@@ -195,7 +195,7 @@ struct Sums {
       }
   }
   // As results.
-  DEV void finish(u16* out, const int* results) const {
+  DEV void finish(const Results& out, const int* results) const {
 #pragma unroll
     for (int r = 0; r < NR; ++r)
 #pragma unroll
@@ -205,9 +205,11 @@ struct Sums {
         if (result < 0) continue;
 #pragma unroll
         for (int d = 0; d < DT; ++d) {
-          u16* column = out + (i64)result * D + 16 * (warp * DT + d) + lane / 4;
+          const Result to = out.of(result, 0);
+          const int column = 16 * (warp * DT + d);
+          u16* low = to.at(column, lane / 4);
           const u32 both = pack(__fdiv_rn(acc[d][r][h], by), __fdiv_rn(acc[d][r][2 + h], by));
-          column[0] = (u16)both, column[8] = (u16)(both >> 16);
+          *low = (u16)both, *to.at(column, lane / 4, 8) = (u16)(both >> 16);
         }
       }
   }
