@@ -9,6 +9,7 @@ with start_server(model) as server:
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -84,6 +85,20 @@ def read_all(sock):
         while chunk := sock.recv(1 << 16):
             chunks.append(chunk)
     return b"".join(chunks)
+
+
+def read_answer(sock):
+    """One answer that says its length; the connection may be kept."""
+    data = b""
+    while (end := data.find(b"\r\n\r\n")) < 0 or len(data) < end + 4 + length_of(data):
+        chunk = sock.recv(4096)
+        assert chunk, f"the connection ended after {data!r}"
+        data += chunk
+    return data
+
+
+def length_of(head):
+    return int(re.search(rb"\r\ncontent-length: (\d+)\r\n", head)[1])
 
 
 def status_of(data):

@@ -1,11 +1,10 @@
 """Heads, trailers and connections at the bound itself: taken there, refused one byte beyond."""
 
 import contextlib
-import time
 
 import pytest
 
-from tests.serve.harness import error_of, read_all, status_of
+from tests.serve.harness import error_of, read_all, read_answer, status_of
 from tests.serve.thread_server import thread_server
 from tiercel.params import Limits
 
@@ -96,18 +95,17 @@ def test_heads_are_counted_one_by_one(small):
     with small.connect() as sock:
         for _ in range(5):
             sock.sendall(head_of("/health", headers))
-            assert status_of(sock.recv(4096)) == 200
+            assert status_of(read_answer(sock)) == 200
 
 
-def test_trailers_are_counted_from_the_last_byte_of_the_body(small):
+def test_trailers_are_counted_from_the_last_byte_of_the_body(small, apart):
     body = body_of(20)
     start = b"%x\r\n%b\r\n0\r\n" % (len(body), body)
     request = post_of(start, "Transfer-Encoding: chunked", "Connection: close")
     for num_bytes, status in ((MAX_BYTES, 200), (MAX_BYTES + 1, 431)):
         trailer = b"X: ".ljust(num_bytes, b"t")
         with small.connect() as sock:
-            for piece in (request, trailer, b"\r\n\r\n"):
-                with contextlib.suppress(ConnectionError):
-                    sock.sendall(piece)
-                time.sleep(0.1)  # apart from each other, so that the trailer is counted alone
+            apart.send(sock, request, trailer)  # so the trailer is counted alone
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"\r\n\r\n")
             assert status_of(read_all(sock)) == status
