@@ -363,16 +363,15 @@ def launch_decode_attention_split(
     (tokens, heads, head_dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
     reqs, slots, group = seq_lens.shape[0], partials.shape[1], heads // kv_heads
     width = heads * head_dim
-    if tokens == 0:
+    if not tokens:
         return
     shares = shares or _num_sms(q.device) * config.ctas
     tiles = reqs * kv_heads * -(-max_query_len * group // (8 * config.row_tiles))
     folds = select_folds(head_dim, tiles, slots) if folds is None else folds
     source = attention_source(head_dim, q.dtype, block_size, config, folds=folds, order=order)
     of_both = [*map(rtc.pointer, (cu_seqlens_q, seq_lens, partials, stats, out))]
-    sizes = [*map(ctypes.c_int, (reqs, kv_heads, group, slots, window or NO_WINDOW))]
-    if order:
-        sizes.append(ctypes.c_int(out.shape[1] // width))  # tokens of a tile
+    tile = (out.shape[1] // width,) if order else ()
+    sizes = [*map(ctypes.c_int, (reqs, kv_heads, group, slots, window or NO_WINDOW, *tile))]
     given = [
         *map(rtc.pointer, (q, k_cache, v_cache, block_tables, rows)),
         *of_both,
