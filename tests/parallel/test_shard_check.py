@@ -26,6 +26,8 @@ def dense(tmp_path, **sizes):
     [
         (3, {}, "3 is not a power of two", "Use 1 or 2."),
         (0, {}, "0 is not a power of two", "Use 1 or 2."),
+        (128, {"heads": 128, "kv_heads": 1, "ff": 4096}, "128 is not a power of two up to 64",
+         "Use 1 or 2 or 4 or 8 or 16."),
         (8, {}, "8 does not divide its 4 attention heads", "Use 1 or 2."),
         (4, {"heads": 12, "kv_heads": 3}, "4 does not divide its 3 key/value heads", "Use 1."),
         (2, {"ff": 1, "qtype": "F32"}, "2 ranks cannot share 1 inner columns", "Use 1."),
@@ -49,7 +51,7 @@ def test_a_dense_model_is_refused(tmp_path, size, sizes, reason, hint):
 def test_a_dense_model_has_no_experts(tmp_path):
     with pytest.raises(ArgumentError, match="it has no experts") as caught:
         check_sharding(dense(tmp_path), 2, EXPERTS)
-    assert caught.value.hint == "Use 1, or no expert_parallel."
+    assert caught.value.hint == "Leave expert_parallel out."
     with pytest.raises(ArgumentError, match="it has no experts") as caught:
         check_sharding(dense(tmp_path), 2, OWN_ROWS)
     assert caught.value.hint == (
@@ -77,8 +79,9 @@ def test_parts_of_an_inner_width_are_blocks_that_join(width, size):
     ("size", "whole_experts", "reason", "hint"),
     [
         (4, False, "4 does not divide its 2 output groups", "1 or 2"),
-        (4, True, "4 does not divide its 6 experts", "1 or 2"),
-        (16, True, "16 does not divide its 6 experts", "1 or 2"),
+        (4, True, "4 does not divide its 6 experts", "Use 2, or no expert_parallel."),
+        (16, True, "16 does not divide its 6 experts", "Use 2, or no expert_parallel."),
+        (1, True, "expert_parallel=True needs several ranks", "Use 2, or no expert_parallel."),
     ],
 )
 def test_deepseek_v4_is_refused(size, whole_experts, reason, hint):

@@ -43,7 +43,12 @@ def inspect_model(
         bool, Parameter(group=_GROUP, help="Read all weights; refuse NaN and infinity.")
     ] = False,
     tensor_parallel_size: Annotated[
-        int, Parameter(group=_GROUP, help="Show the memory of each of so many GPUs.")
+        int,
+        Parameter(
+            name=("--tensor-parallel-size", "-tp"),
+            group=_GROUP,
+            help="Show the memory of each of so many GPUs.",
+        ),
     ] = 1,
     expert_parallel: Annotated[
         bool, Parameter(group=_GROUP, help="With whole experts on each of them.")
@@ -355,10 +360,10 @@ def _print_gpus(gpus: Mapping[str, Any] | None, context: int) -> None:
     write(f"\nEach of {gpus['tensor_parallel_size']} GPUs ({kind}, {gpus['dtype']})\n")
     _print_row("its part of weights", _size(gpus["split_weight_bytes"]))
     _print_row("weights on every GPU", _size(gpus["whole_weight_bytes"]))
-    if gpus["step_copy_bytes"]:
-        _print_row("and for a fused step", _size(gpus["step_copy_bytes"]))
     _print_row(f"all {context} tokens", _size(gpus["kv_bytes_full_context"]))
     _print_row("together", _size(gpus["bytes_per_gpu"]))
+    if gpus["step_copy_bytes"]:  # made only where there is room for it
+        _print_row("and for a fused step", _size(gpus["step_copy_bytes"]))
     _print_row("fused_decode_step", gpus["fused_decode_step"])
     for name, sizes in gpus["fits"].items():
         shown = " or ".join(map(str, sizes))

@@ -31,7 +31,7 @@ def check_device(_type: object, value: str) -> None:
 def check_ranks(_type: object, value: int) -> None:
     """Refuse a number that is no power of two; how many GPUs there are is checked later."""
     if not 1 <= value <= MAX_RANKS or value & (value - 1):
-        raise ValueError(f"{value} is not a power of two; use 1, 2, 4 or 8")
+        raise ValueError(f"{value} is not a power of two up to {MAX_RANKS}; use 1, 2, 4 or 8")
 
 
 ModelName = Annotated[

@@ -267,11 +267,6 @@ def _resolve_sharding(source: ModelSource, options: LoadOptions, num_ranks: int)
         data_parallel_attention=options.data_parallel_attention,
     )
     check_sharding(source, num_ranks, kind)
-    for name in ("expert_parallel", "data_parallel_attention"):
-        if getattr(options, name) and num_ranks == 1:
-            raise ArgumentError(
-                f"{name}=True needs several ranks.", hint="Set tensor_parallel_size too."
-            )
     return kind
 
 

@@ -34,24 +34,28 @@ def check_sharding(source: ModelSource, size: int, kind: Sharding = WHOLE) -> No
 
     Args:
         source: a checked file.
-        size: ranks; 1 is always right.
+        size: ranks; 1 is always right where `kind` is `WHOLE`.
         kind: how they do, see `sharding_kind`.
 
     Raises:
         ArgumentError: says what does not divide, and which sizes do.
     """
+    option = _OPTIONS[kind.of(0, 1)]
     reason = refuse_sharding(source, size, kind)
-    if reason:
-        fitting = possible_sizes(source, kind)
-        shown, option = f"Use {' or '.join(map(str, fitting))}", _OPTIONS[kind.of(0, 1)]
-        if option == _OWN_ROWS and fitting == [1]:
-            shown = f"Run whole engines (replicas), or leave {option} out"
-        elif option:
-            shown += f", or no {option}"
-        raise ArgumentError(
-            f"tensor_parallel_size={size}: {source.path.name} cannot be split so: {reason}.",
-            hint=f"{shown}.",
-        )
+    if not reason and (size > 1 or not option):
+        return
+    # One rank has nothing to share, so an option asks for more of them.
+    fitting = [count for count in possible_sizes(source, kind) if count > 1 or not option]
+    shown = f"Use {' or '.join(map(str, fitting))}"
+    if not fitting:
+        instead = "Run whole engines (replicas), or leave" if option == _OWN_ROWS else "Leave"
+        shown = f"{instead} {option} out"
+    elif option:
+        shown += f", or no {option}"
+    message = f"tensor_parallel_size={size}: {source.path.name} cannot be split so: {reason}."
+    if not reason:
+        message = f"tensor_parallel_size={size}: {option}=True needs several ranks."
+    raise ArgumentError(message, hint=f"{shown}.")
 
 
 def possible_sizes(source: ModelSource, kind: Sharding = WHOLE) -> list[int]:
@@ -61,8 +65,8 @@ def possible_sizes(source: ModelSource, kind: Sharding = WHOLE) -> list[int]:
 
 def refuse_sharding(source: ModelSource, size: int, kind: Sharding = WHOLE) -> str:
     """Why so many ranks cannot share a model, as a clause; empty if they can."""
-    if size < 1 or size & (size - 1):
-        return f"{size} is not a power of two"
+    if size not in SIZES:
+        return f"{size} is not a power of two up to {MAX_RANKS}"
     if size == 1:
         return ""
     ranks = [kind.of(rank, size) for rank in range(size)]

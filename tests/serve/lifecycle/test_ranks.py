@@ -64,7 +64,7 @@ def test_two_servers_live_side_by_side_and_one_loses_a_rank(tiny, log_path, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-tp", "3"], "3 is not a power of two; use 1, 2, 4 or 8"),
+        (["-tp", "3"], "3 is not a power of two up to 64; use 1, 2, 4 or 8"),
         (["--tensor-parallel-size", "0"], "0 is not a power of two"),
         (["-tp", "two"], 'unable to convert "two" into int'),
     ],
