@@ -2,7 +2,7 @@
 
 import time
 
-PATIENCE_S = 30
+PATIENCE_S = 60
 
 
 def wait_for(condition, seconds=PATIENCE_S):

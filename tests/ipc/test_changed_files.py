@@ -18,6 +18,7 @@ from tests.engine_process import (
     wait_restarted,
     wait_until,
 )
+from tests.patience import PATIENCE_S
 from tests.tiny_llm import DATA, LLAMA, greedy
 from tiercel.errors import EngineDeadError
 from tiercel.ipc.supervisor import EngineState
@@ -69,9 +70,9 @@ def test_no_engine_is_started_on_a_changed_file(change, words, tmp_path, caplog)
             change(path)
             os.kill(client.pid, signal.SIGBUS)  # as the kernel does under a truncated mapping
             with pytest.raises(EngineDeadError, match=f"m.gguf changed since the start: {words}"):
-                await asyncio.wait_for(read(stream), 30)
+                await asyncio.wait_for(read(stream), PATIENCE_S)
             assert stream.request.stop_reason == "engine_dead"
-            await asyncio.wait_for(client.wait_ended(), 30)
+            await asyncio.wait_for(client.wait_ended(), PATIENCE_S)
             assert client.state is EngineState.DEAD
             assert client.num_restarts == 0
             with pytest.raises(EngineDeadError, match=r"m\.gguf changed") as caught:
@@ -99,7 +100,7 @@ def test_a_file_that_came_back_is_served_again(tmp_path):
             (tmp_path / "elsewhere").rename(path)
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="under way"):
-                await asyncio.wait_for(read(stream), 30)
+                await asyncio.wait_for(read(stream), PATIENCE_S)
             await wait_restarted(client, 1)
 
     asyncio.run(main())
@@ -116,7 +117,7 @@ def test_a_file_that_changes_just_before_the_next_engine_opens_it(tmp_path):
             os.kill(old, signal.SIGKILL)
             await wait_until(lambda: client.state is EngineState.RESTARTING)
             replace(path)
-            await asyncio.wait_for(client.wait_ended(), 30)
+            await asyncio.wait_for(client.wait_ended(), PATIENCE_S)
             assert client.state is EngineState.DEAD
             assert client.num_restarts == 1
             assert "m.gguf changed since the start" in client.failure

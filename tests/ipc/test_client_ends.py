@@ -42,15 +42,18 @@ def test_who_waits_for_an_engine_to_forget_hears_of_its_death():
     asyncio.run(main())
 
 
-def test_what_is_live_at_the_end_is_drained_then_aborted():
+def test_what_is_live_at_the_end_is_drained_then_aborted(monkeypatch):
+    # From the 40th step on the longer one takes 5 s at least.
+    monkeypatch.setenv("TIERCEL_FAULTS", ",".join(f"sleep:0.02@{n}" for n in range(40, 290)))
+
     async def main():
-        client = await open_client(**{**SMALL, "max_num_seqs": 3})
+        client = await open_client(**SMALL, enable_fault_injection=True)
         make = Maker(client.info)
         pid = client.pid
         short, long = make("a", greedy(8)), make("a", greedy(2000))
         streams = [client.submit(short), client.submit(long)]
         await anext(streams[1])
-        closing = asyncio.create_task(client.close(0.6))
+        closing = asyncio.create_task(client.close(1.5))
         await asyncio.sleep(0)
         assert client.state is EngineState.DRAINING
         with pytest.raises(EngineDeadError, match="draining"):
@@ -119,7 +122,7 @@ def test_errors_of_loading_keep_their_class_and_are_final(tmp_path, monkeypatch,
         with pytest.raises(kind, match=words) as caught:
             await client.wait_ready()
         assert type(caught.value) is kind
-        await asyncio.wait_for(client.wait_ended(), 1)
+        await asyncio.wait_for(client.wait_ended(), PATIENCE_S)
         assert client.state is EngineState.DEAD
         assert client.num_restarts == 0
         assert words in client.failure

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.harness import error_line, tiercel
 from tests.engine_process import QUICK, wait_until
+from tests.patience import PATIENCE_S
 from tiercel import env
 from tiercel.cli import serve
 from tiercel.cli.serve_options import ServerOptions
@@ -67,8 +68,8 @@ def listener():
 
 
 def test_who_knows_the_token_comes_in(listener):
-    with knock(HOST, listener.port, listener._token, 7, 5) as ours:
-        theirs, number = listener.accept(5)
+    with knock(HOST, listener.port, listener._token, 7, PATIENCE_S) as ours:
+        theirs, number = listener.accept(PATIENCE_S)
         with theirs:
             assert number == 7
             ours.sendall(b"x" * 100_000)
@@ -93,11 +94,11 @@ def test_others_stay_outside_and_cost_no_more_than_time(listener, said, monkeypa
         said = bytes([listener._token[0] ^ 1]) + listener._token[1:] + bytes(4)
     with socket.create_connection((HOST, listener.port)) as stranger:
         stranger.sendall(said)
-        with knock(HOST, listener.port, listener._token, 3, 5):
-            accepted, number = listener.accept(5)
+        with knock(HOST, listener.port, listener._token, 3, PATIENCE_S):
+            accepted, number = listener.accept(PATIENCE_S)
             accepted.close()
             assert number == 3
-        stranger.settimeout(5)
+        stranger.settimeout(PATIENCE_S)
         with contextlib.suppress(ConnectionError):
             assert stranger.recv(1) == b"", "it gets no byte"
 
@@ -111,7 +112,7 @@ def test_a_knock_may_come_in_pieces(listener):
                 slow.sendall(bytes([byte]))
 
         threading.Thread(target=say).start()
-        accepted, number = listener.accept(5)
+        accepted, number = listener.accept(PATIENCE_S)
         accepted.close()
         assert number == 9
 
@@ -121,7 +122,7 @@ def test_waiting_ends_by_time_and_by_close(listener):
     assert not listener.is_closed
     port = listener.port
     threading.Timer(0.1, listener.close).start()
-    assert listener.accept(30) is None
+    assert listener.accept(PATIENCE_S) is None
     assert listener.is_closed
     with pytest.raises(ConnectionRefusedError):
         knock(HOST, port, bytes(32), 0, 1)
@@ -144,7 +145,7 @@ def test_ranks_of_other_hosts_come_in_any_order():
     try:
         assert meeting.address.startswith(f"tcp://{HOST}:")
         port = meeting._listener.port
-        knocking = {rank: knock(HOST, port, token, rank, 5) for rank in (3, 1, 2)}
+        knocking = {rank: knock(HOST, port, token, rank, PATIENCE_S) for rank in (3, 1, 2)}
         for rank in (1, 2, 3):
             process, ours = meeting.start(rank)
             ours.sendall(bytes([rank]))
@@ -168,7 +169,7 @@ def test_a_rank_that_cannot_be_is_the_end(ranks):
     meeting = Meeting(4, Listener(listen(HOST), token), ranks_per_host=1)
     try:
         port = meeting._listener.port
-        knocking = [knock(HOST, port, token, rank, 5) for rank in ranks]
+        knocking = [knock(HOST, port, token, rank, PATIENCE_S) for rank in ranks]
         with pytest.raises(EngineDeadError, match="came twice, or is not expected"):
             meeting.start(2)
         for connection in knocking:
@@ -191,7 +192,7 @@ def test_ranks_of_this_host_need_no_port():
     process, ours = meeting.start(1)
     assert ours.family is socket.AF_UNIX
     ours.close()
-    process.wait(20)
+    process.wait(PATIENCE_S)
     meeting.close()
 
 
@@ -318,11 +319,11 @@ def run_engine(monkeypatch, main):
         placer, order = placers[0]
         assert (order.num_ranks, order.num_engines, order.resource) == (2, 3, "GPU")
         try:
-            await asyncio.wait_for(main(engine, placer, order, heard), 20)
+            await asyncio.wait_for(main(engine, placer, order, heard), 2 * PATIENCE_S)
         finally:
             engine.close()
             assert await engine.reap(1.0) == 0
-            await asyncio.wait_for(engine.wait_lost(), 5)
+            await asyncio.wait_for(engine.wait_lost(), PATIENCE_S)
 
     asyncio.run(whole())
 
@@ -330,7 +331,7 @@ def run_engine(monkeypatch, main):
 def test_an_engine_that_knocks_is_spoken_with(monkeypatch):
     async def main(engine, _placer, order, heard):
         engine.send(b"nobody is there yet")
-        with knock(order.host, order.port, order.token, 0, 5) as theirs:
+        with knock(order.host, order.port, order.token, 0, PATIENCE_S) as theirs:
             await wait_until(lambda: engine._link is not None)
             theirs.setblocking(False)
             start = await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
@@ -349,7 +350,7 @@ def test_an_engine_that_knocks_is_spoken_with(monkeypatch):
 @pytest.mark.parametrize("is_met", [False, True])
 def test_it_is_lost_with_the_placer(monkeypatch, is_met):
     async def main(engine, placer, order, _heard):
-        theirs = knock(order.host, order.port, order.token, 0, 5) if is_met else None
+        theirs = knock(order.host, order.port, order.token, 0, PATIENCE_S) if is_met else None
         if theirs is not None:
             await wait_until(lambda: engine._link is not None)
         waiting = asyncio.create_task(engine.wait_lost())
@@ -359,7 +360,7 @@ def test_it_is_lost_with_the_placer(monkeypatch, is_met):
         await waiting
         assert await engine.reap(1.0) == 0
         if theirs is not None:
-            theirs.settimeout(5)
+            theirs.settimeout(PATIENCE_S)
             with contextlib.suppress(ConnectionError):
                 while await asyncio.to_thread(theirs.recv, 1 << 16):
                     pass  # its first message, then the end
@@ -441,7 +442,7 @@ def test_an_engine_of_another_host_is_a_process_to_its_supervisor(tmp_path):
             await client.close()
         assert placers[0].said == "ended with status 1\n"
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 2 * PATIENCE_S))
 
 
 def test_a_connection_is_one_of_messages(listener):
@@ -449,12 +450,12 @@ def test_a_connection_is_one_of_messages(listener):
 
     async def main():
         heard = []
-        with knock(HOST, listener.port, listener._token, 0, 5) as theirs:
-            sock, _ = listener.accept(5)
+        with knock(HOST, listener.port, listener._token, 0, PATIENCE_S) as theirs:
+            sock, _ = listener.accept(PATIENCE_S)
             loop = asyncio.get_running_loop()
             _, link = await loop.create_connection(lambda: Connection(heard.append), sock=sock)
             theirs.sendall(encode(Outputs(1.0, 5, (), ())))
             await wait_until(lambda: heard == [Outputs(1.0, 5, (), ())])
-        await asyncio.wait_for(link.lost, 5)
+        await asyncio.wait_for(link.lost, PATIENCE_S)
 
     asyncio.run(main())

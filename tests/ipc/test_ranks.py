@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 import uvloop
@@ -23,13 +22,13 @@ from tests.engine_process import (
     wait_until,
 )
 from tests.gguf_files import tiny_model
+from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, greedy, ids_of, open_tiny
 from tiercel.errors import ArgumentError, EngineDeadError
 from tiercel.ipc.supervisor import SupervisorSettings
 
 pytestmark = pytest.mark.reliability
-PATIENT = SupervisorSettings(first_delay_s=0.05, heartbeat_s=5.0, exit_grace_s=2.0)
-TWO = {"tensor_parallel_size": 2, "threads": 1, "max_num_batched_tokens": 16, "settings": PATIENT}
+TWO = {"tensor_parallel_size": 2, "threads": 1, "max_num_batched_tokens": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def model(tmp_path_factory):
 def run(main):
     """Run a test on the event loop that the server has."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), 90))
+        runner.run(asyncio.wait_for(main(), 5 * PATIENCE_S))
 
 
 def ranks_of(client):
@@ -74,13 +73,11 @@ async def answer(client, make, num_tokens=20):
 
 
 async def assert_dies(client, streams, ranks, words):
-    """Every stream ends within a second of the death, a busy machine gets more; nothing is left."""
-    started = perf_counter()
+    """Every stream ends by the death itself, for which no heartbeat is awaited; nothing is left."""
     for stream in streams:
         with pytest.raises(EngineDeadError, match="under way") as caught:
-            await read(stream)
+            await asyncio.wait_for(read(stream), PATIENCE_S)
         assert (caught.value.http_status, caught.value.code) == (503, "engine_restarting")
-    assert perf_counter() - started < 5
     await wait_until(lambda: words in (client.failure or ""))  # before, that of an earlier death
     await wait_until(lambda: not any(map(is_alive, ranks)))
 

@@ -12,7 +12,7 @@ from tiercel.errors import EngineDeadError
 from tiercel.ipc.supervisor import SupervisorSettings
 
 pytestmark = pytest.mark.reliability
-WATCHED = SupervisorSettings(first_delay_s=0.05, heartbeat_s=1.0, max_restarts=0)
+WATCHED = SupervisorSettings(first_delay_s=0.05, heartbeat_s=2.0, max_restarts=0)
 LONG_PROMPT = [9] * 6000
 
 

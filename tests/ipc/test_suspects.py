@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine_process import Maker, open_client, read, wait_restarted
+from tests.patience import PATIENCE_S
 from tests.tiny_llm import greedy
 from tiercel.errors import EngineDeadError, EngineDiedTwiceError
 from tiercel.ipc.suspects import Suspects, content_digest
@@ -75,7 +76,7 @@ def test_a_request_of_two_deaths_gets_a_final_error_and_the_others_do_not(caplog
             os.kill(client.pid, signal.SIGKILL)
             for stream in streams:
                 with pytest.raises((EngineDeadError, EngineDiedTwiceError)) as caught:
-                    await asyncio.wait_for(read(stream), 30)
+                    await asyncio.wait_for(read(stream), PATIENCE_S)
                 ended.append(type(caught.value))
             await wait_restarted(client, death + 1)
         await client.close()
