@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.launches_on_cpu import compile_library, describe_failure, read_kernel
+from tests.launches_on_cpu import (
+    QUICK_TO_COMPILE,
+    compile_library,
+    describe_failure,
+    read_kernel,
+)
 from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -39,11 +44,13 @@ class Products:
         folder: folder for compiled libraries.
         seed: seed of the order of clusters and warps.
         late: tensors that the kernel before the first launch writes.
+        level: optimisation by the compiler.
     """
 
     folder: Path
     seed: int = 0
     late: list[Tensor] = field(default_factory=list)
+    level: int = QUICK_TO_COMPILE
     built: dict[rtc.KernelSource, Built] = field(default_factory=dict)
 
     def build(self, sources: Sequence[rtc.KernelSource]) -> None:
@@ -58,7 +65,7 @@ class Products:
         text += "".join(_in_namespace(i, source) for i, source in enumerate(sources))
         names = [f"call_one<kernel_{i}::{source.name}>" for i, source in enumerate(sources)]
         text += f"#define KERNELS {', '.join(names)}\n" + (HERE / "run_products.cpp").read_text()
-        loaded = compile_library(text, self.folder, f"products_{len(self.built)}")
+        loaded = compile_library(text, self.folder, f"products_{len(self.built)}", self.level)
         for number, source in enumerate(sources):
             cluster = dict(source.macros).get("SPLITS", 1)
             self.built[source] = Built(loaded, number, cluster, 0)

@@ -1,16 +1,25 @@
-"""Fixtures that run CUDA kernels on a processor."""
+"""Fixtures that run CUDA kernels on a processor.
+
+A module whose kernels run for longer than they compile has `LEVEL = QUICK_TO_RUN`.
+"""
 
 import pytest
 
-from tests.launches_on_cpu import Processor
+from tests.launches_on_cpu import QUICK_TO_COMPILE, Processor
 from tests.products_on_cpu import Products
 from tiercel.kernels.runtime import rtc
 
 
 @pytest.fixture(scope="module")
-def processor(tmp_path_factory):
+def level(request):
+    """Optimisation of this module's kernels."""
+    return getattr(request.module, "LEVEL", QUICK_TO_COMPILE)
+
+
+@pytest.fixture(scope="module")
+def processor(level, tmp_path_factory):
     """A processor that keeps its compiled kernels from test to test."""
-    return Processor(tmp_path_factory.mktemp("cuda_on_cpu"))
+    return Processor(tmp_path_factory.mktemp("cuda_on_cpu"), level=level)
 
 
 @pytest.fixture
@@ -29,9 +38,9 @@ def chosen(request):
 
 
 @pytest.fixture(scope="module")
-def built_products(tmp_path_factory):
+def built_products(level, tmp_path_factory):
     """Products on a processor, which keep their compiled kernels from test to test."""
-    return Products(tmp_path_factory.mktemp("products_on_cpu"))
+    return Products(tmp_path_factory.mktemp("products_on_cpu"), level=level)
 
 
 @pytest.fixture

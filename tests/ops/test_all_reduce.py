@@ -111,7 +111,7 @@ def test_a_sum_is_added_to_the_residual_and_normed(form, tmp_path):
 
 
 # Calls of two ranks; more ranks make fewer.
-ROUNDS = [pytest.param(500, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.slow)]
+ROUNDS = [pytest.param(250, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)

@@ -9,11 +9,13 @@ import random
 import pytest
 import torch
 
+from tests.launches_on_cpu import QUICK_TO_RUN
 from tests.ops.test_decode_attention_split import check_case
 from tests.ops.test_decode_attention_split_on_cpu import run
 from tests.paged_batches import make_case
 from tiercel.kernels.attention import decode_attention_split as kernel
 
+LEVEL = QUICK_TO_RUN
 CPU = torch.device("cpu")
 # 8 splits of 64 keys, 4 of 128, then of 256.
 SPLITS = {

@@ -316,10 +316,10 @@ def check_source(build_source, name, masks, length):
         pytest.param("rows", (V_AND_DOWN, ALL_Q6 - V_AND_DOWN), 2100, id="layers"),
         # No key but the new one.
         pytest.param("whole", (0,), 1, id="slices"),
-        pytest.param("tiny", (0, ALL_Q6), 70, id="tiny"),
+        pytest.param("tiny", (0, ALL_Q6), 70, id="tiny", marks=pytest.mark.slow),
         pytest.param("qwen2", (V_AND_DOWN,), 300, id="qwen2"),
         pytest.param("slices", (Q5_K_M, ALL_Q5), 70, id="five_bits"),
-        pytest.param("heads", (0,), 600, id="heads"),
+        pytest.param("heads", (0,), 600, id="heads", marks=pytest.mark.slow),
         pytest.param("lanes", SMALL_BLOCKS, 70, id="lanes"),
         pytest.param("rows", (IQ4_M,), 70, id="four_bits"),
         pytest.param("gemma", (SMALL_BLOCKS[0], SMALL_BLOCKS[1]), 500, id="gemma"),
@@ -357,12 +357,11 @@ def test_source_in_any_order_of_warps(build_source, length, name):
 @pytest.mark.parametrize(
     ("name", "masks", "length", "late"),
     [
-        ("whole", (0,), 70, 120),
-        ("tiny", (0, ALL_Q6), 70, 120),
+        pytest.param("whole", (0,), 70, 120, id="whole"),
+        pytest.param("tiny", (0, ALL_Q6), 70, 120, id="tiny", marks=pytest.mark.slow),
         # One of those that own outputs.
-        ("gemma", SMALL_BLOCKS, 500, 19),
+        pytest.param("gemma", SMALL_BLOCKS, 500, 19, id="gemma"),
     ],
-    ids=["whole", "tiny", "gemma"],
 )
 def test_source_ends_without_its_neighbours(build_source, name, masks, length, late):
     """CTAs that wait in vain for other CTAs end after a while, with NaN."""

@@ -86,8 +86,8 @@ def build_source(tmp_path_factory):
 
 
 CASES = [
-    pytest.param(3, 2, NARROW, ("down", "v"), 16, False, 3, id="two"),
-    pytest.param(11, 2, TWO_GROUPS, (), 32, False, 2, id="two_tiles"),
+    pytest.param(3, 2, NARROW, ("down", "v"), 16, False, 2, id="two"),
+    pytest.param(11, 2, TWO_GROUPS, (), 32, False, 2, id="two_tiles", marks=pytest.mark.slow),
     pytest.param(1, 4, NARROW, ("o",), 16, True, 2, id="four"),
     pytest.param(16, 8, NARROW, (), 8, False, 2, id="eight", marks=pytest.mark.slow),
 ]

@@ -5,11 +5,13 @@ import functools
 import pytest
 import torch
 
+from tests.launches_on_cpu import QUICK_TO_RUN
 from tests.ops.test_moe_experts_tiles_on_cpu import make_case
 from tiercel.kernels.moe import moe_experts_gemm as kernel
 from tiercel.ops.moe_experts import tile_planes
 from tiercel.reference import moe_experts as oracle
 
+LEVEL = QUICK_TO_RUN
 CPU = torch.device("cpu")
 LIMIT = 1.25
 TOLERANCE = 8e-3  # weights and h are rounded to 8 bits

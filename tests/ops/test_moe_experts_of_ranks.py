@@ -67,8 +67,12 @@ def test_triton_matches_oracle(num_tokens, device):
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_ranks", "most_folded"),
-    [(1, 2, 512), (6, 4, 512), (30, 2, 512), (9, 4, 16)],
-    ids=["one", "folded", "prompt", "sorted ahead"],
+    [
+        pytest.param(1, 2, 512, id="one"),
+        pytest.param(6, 4, 512, id="folded"),
+        pytest.param(30, 2, 512, id="prompt", marks=pytest.mark.slow),
+        pytest.param(9, 4, 16, id="sorted ahead"),
+    ],
 )
 def test_sources_match_oracle(num_tokens, num_ranks, most_folded, products, monkeypatch):
     """Each launch of layout TILES; the number of ranks decides which one it is."""

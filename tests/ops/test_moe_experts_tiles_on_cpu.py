@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.launches_on_cpu import QUICK_TO_COMPILE, QUICK_TO_RUN
 from tests.ops.test_moe_experts import make_ggml_stack
 from tiercel.kernels.moe import moe_experts_tiles as kernel
 from tiercel.ops.block_quantize import block_quantize
@@ -141,12 +142,13 @@ def make_routes(kind, num_tokens):
 
 
 ROUTES = [("distinct", 1, 0), ("repeated", 2, 2), ("distinct", 7, 1), ("one", 16, 3)]
-ROUTES += [("distinct", 17, 2), ("repeated", 40, 3)]
+ROUTES += [("distinct", 17, 2), pytest.param("repeated", 40, 3, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
 def _every_launch(built_products, wide_case):
     shape = shape_of(wide_case[0], TOPK)
+    built_products.level = QUICK_TO_RUN
     built_products.build(
         [
             kernel.cuda_source(shape, config, torch.float32, (1, 0), is_folded=is_folded)
@@ -154,6 +156,7 @@ def _every_launch(built_products, wide_case):
             for is_folded in (True, False)
         ]
     )
+    built_products.level = QUICK_TO_COMPILE
 
 
 @pytest.mark.usefixtures("_every_launch")
@@ -196,7 +199,8 @@ def test_without_a_clamp(wide_case, products):
 
 
 # Warps that share an item: as many as parts, or one for one or two units; 4 may be left over.
-SINGLE = [("Q2_K", "Q2_K", 256, 2048, 5, 16, (1, 8)), ("Q2_K", "MXFP4", 4096, 32, 2, 8, (8, 1))]
+SINGLE = [pytest.param("Q2_K", "Q2_K", 256, 2048, 5, 16, (1, 8), marks=pytest.mark.slow)]
+SINGLE += [("Q2_K", "MXFP4", 4096, 32, 2, 8, (8, 1))]
 SINGLE += [("NVFP4", "MXFP4", 544, 96, 4, 6, (3, 1)), ("Q4_K", "Q3_K", 256, 2048, 3, 12, (1, 8))]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.launches_on_cpu import QUICK_TO_RUN
 from tests.ngram_batches import POISON, grow_batch, make_batch, pack_batches
 from tests.ngram_brute_force import (
     check_cases,
@@ -33,6 +34,7 @@ from tiercel.ops.ngram_index import NgramTexts, extend_ngram_index, make_ngram_i
 from tiercel.ops.ngram_index import ngram_index as draft_from_index
 from tiercel.ops.ngram_match import make_ngram_workspace
 
+LEVEL = QUICK_TO_RUN
 CPU = torch.device("cpu")
 OPS = ("ngram_match", "hybrid_mtp_ngram")
 # Tokens and lengths; each takes a compiler a second.

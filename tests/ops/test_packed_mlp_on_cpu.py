@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.launches_on_cpu import QUICK_TO_RUN
 from tests.ops.test_packed_mlp import PAIRS, TOLERANCE, expect, make_inputs, make_parts
 from tests.packed_weights import relative_error
 from tiercel.kernels.packed import packed_gemm, packed_mlp
@@ -10,6 +11,7 @@ from tiercel.ops.packed_matvec import weight_exponent
 from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant_types import Layout
 
+LEVEL = QUICK_TO_RUN
 CPU = torch.device("cpu")
 SIZES = (512, 768)
 # Groups, CTAs of a sum and of a copy, each at several values; in tiles of 32 and 64 tokens.

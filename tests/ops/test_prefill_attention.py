@@ -172,7 +172,7 @@ def test_arguments_are_left_alone(device):
 @pytest.mark.parametrize(
     ("shape", "block_size", "window", "tile", "dtype"),
     [
-        ((9, 3, 64), 64, 0, (16, 16), torch.float16),
+        pytest.param(*((9, 3, 64), 64, 0, (16, 16), torch.float16), marks=pytest.mark.slow),
         ((14, 2, 64), 64, 6, (32, 32), torch.float32),
         ((8, 2, 128), 16, 0, (32, 32), torch.float32),  # two pages a step
         ((4, 1, 256), 64, 64, (16, 16), torch.float16),

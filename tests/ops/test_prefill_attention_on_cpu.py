@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.launches_on_cpu import encode_tensor_map
+from tests.launches_on_cpu import QUICK_TO_RUN, encode_tensor_map
 from tests.ops.prefill_attention_cases import (
     TOLERANCE,
     assert_lse,
@@ -20,6 +20,7 @@ from tiercel.kernels.runtime import rtc
 
 # Variant, dtype, heads of a group, block size, parts of so many steps (0: whole). Each takes a
 # compiler 3 s.
+LEVEL = QUICK_TO_RUN
 KINDS = [
     ("plain", torch.float16, 4, 64, 0),
     ("fast", torch.bfloat16, 8, 16, 0),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.dsv4_cases import captured, poison
-from tests.launches_on_cpu import encode_tensor_map
+from tests.launches_on_cpu import QUICK_TO_RUN, encode_tensor_map
 from tests.ops.test_sparse_attention_decode import make_q
 from tests.ops.test_sparse_attention_kernel import check, expected, make_part
 from tiercel.kernels.attention import sparse_attention as general
@@ -16,6 +16,8 @@ from tiercel.kernels.runtime import rtc
 from tiercel.ops import sparse_attention as op
 from tiercel.ops.sparse_attention import SlottedKV
 from tiercel.ops.sparse_attention_torch import PagedEntries
+
+LEVEL = QUICK_TO_RUN
 
 
 @pytest.fixture

@@ -302,21 +302,14 @@ def draw_many(rule, device, draws, *, spoil=None):
     return Counter(result.token_ids[:, 0].tolist()), p, q.tolist(), accepted
 
 
-DRAWS = 20_000
+DRAWS = 10_000
 LIMIT = 20.5  # chi-square of 5 degrees: passed by chance once in a thousand
 
 
-@pytest.mark.parametrize(
-    ("rule", "draws"),
-    [
-        pytest.param("match", DRAWS // 2, id="match"),
-        pytest.param("coupled", DRAWS // 2, id="coupled"),
-        pytest.param("rejection", DRAWS, id="rejection"),
-    ],
-)
-def test_tokens_follow_the_model_whatever_was_drafted(rule, draws, device):
-    counts, p, q, accepted = draw_many(rule, device, draws)
-    assert chi_square(counts, p, draws) < LIMIT
+@pytest.mark.parametrize("rule", ["match", "coupled", "rejection"])
+def test_tokens_follow_the_model_whatever_was_drafted(rule, device):
+    counts, p, q, accepted = draw_many(rule, device, DRAWS)
+    assert chi_square(counts, p, DRAWS) < LIMIT
     overlap = sum(map(min, p, q))
     if rule == "match":
         assert accepted == pytest.approx(p[q.index(max(q))], abs=0.015)
@@ -327,8 +320,8 @@ def test_tokens_follow_the_model_whatever_was_drafted(rule, draws, device):
 
 
 def test_the_test_of_the_law_finds_a_broken_rule(device):
-    """In a tenth of the samples the op gets other probabilities than those of the drafts."""
-    draws = DRAWS // 10
+    """In a fifth of the samples the op gets other probabilities than those of the drafts."""
+    draws = DRAWS // 5
     counts, p, _, _ = draw_many("rejection", device, draws, spoil=lambda q: q.flip(0))
     assert chi_square(counts, p, draws) > 3 * LIMIT
     # ... and a rule that takes every draft gives the law of the drafts.
