@@ -3,12 +3,14 @@
 import io
 import logging
 import signal
+import subprocess
 import sys
 
 import pytest
 
 from tests.cli.fakes import FakeLLM
 from tests.gguf_files import tiny_model
+from tiercel.cli.main import run
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +36,19 @@ def stdin(monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
 
     return put
+
+
+@pytest.fixture
+def here(stdin, capsys):
+    """Runs a command line in this process; what it returns is like that of `harness.tiercel`."""
+
+    def call(*arguments):
+        stdin("")
+        status = run(list(map(str, arguments)))
+        shown = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, shown.out, shown.err)
+
+    return call
 
 
 @pytest.fixture(autouse=True)

@@ -96,16 +96,19 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("72 exactly and 0 rounded") == 2
 
 
-def test_force_replaces_a_model(tmp_path):
+def test_force_replaces_a_model(tmp_path, here):
     out = save_folder(tmp_path / "out", released_tensors())
-    assert "the folder is not empty" in error_line(tiercel("convert", TINY, out))
+    assert "the folder is not empty" in error_line(here("convert", TINY, out))
     process = tiercel("convert", TINY, out, "--force", "-q")
     assert process.returncode == 0
     assert "72 exactly" in process.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_signals_leave_nothing(tmp_path, number, status):
     """A pipe as a file to copy holds the conversion up until the signal has come."""
     folder = save_folder(tmp_path / "in", released_tensors())

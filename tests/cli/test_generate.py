@@ -167,17 +167,17 @@ def test_one_form_only(generate, tmp_path):
     assert "error: " in generate("one", "--schema", str(tmp_path / "missing"), status=1)
 
 
-def test_an_answer_of_a_real_model_has_the_form(tmp_path):
+def test_an_answer_of_a_real_model_has_the_form(tmp_path, here):
     (tmp_path / "s.json").write_text(SCHEMA)
     arguments = ["--schema", tmp_path / "s.json", "-m", LLAMA, "--device", "cpu", "--quiet"]
-    process = tiercel("generate", "the thin man", "--max-tokens", 200, *arguments)
-    assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout)["a"] in (1, 2)
-    cut = tiercel("generate", "the thin man", "--max-tokens", 2, *arguments)
+    whole = here("generate", "the thin man", "--max-tokens", 200, *arguments)
+    assert whole.returncode == 0, whole.stderr
+    assert json.loads(whole.stdout)["a"] in (1, 2)
+    cut = here("generate", "the thin man", "--max-tokens", 2, *arguments)
     assert cut.returncode == 0
     assert cut.stderr == "The answer was cut at --max-tokens, so its form is not complete.\n"
     (tmp_path / "s.json").write_text('{"uniqueItems": true}')
-    assert "uniqueItems" in error_line(tiercel("generate", "a", *arguments))
+    assert "uniqueItems" in error_line(here("generate", "a", *arguments))
 
 
 def test_prompt_that_looks_like_an_option(generate):
@@ -312,19 +312,17 @@ def test_the_default_model_knows_paris(default_model):
     assert process.stdout.startswith(" Paris")
 
 
-def test_prompt_longer_than_the_context_names_both_numbers(tiny):
+def test_prompt_longer_than_the_context_names_both_numbers(tiny, here):
     line = error_line(
-        tiercel("generate", "a b c d e f g h" * 20, "--model", tiny, "--max-model-len", "16", "-q")
+        here("generate", "a b c d e f g h" * 20, "--model", tiny, "--max-model-len", "16", "-q")
     )
     numbers = [int(word) for word in line.split() if word.isdigit()]
     assert 16 in numbers
     assert any(number > 16 for number in numbers)
 
 
-def test_device_that_is_not_there(tiny):
-    line = error_line(
-        tiercel(*["generate", "x", "--model", tiny, "--device", "cuda:99", "--quiet"])
-    )
+def test_device_that_is_not_there(tiny, here):
+    line = error_line(here(*["generate", "x", "--model", tiny, "--device", "cuda:99", "--quiet"]))
     assert "cuda:99" in line
 
 

@@ -73,26 +73,26 @@ def test_a_process_of_its_own_refuses_too(folder, command):
     assert path.name in error_line(tiercel(*command, *model))
 
 
-def test_weights_that_are_not_finite(tmp_path):
+def test_weights_that_are_not_finite(tmp_path, here):
     path = tmp_path / "nan.gguf"
     tiny_model(path)
-    clean = tiercel("inspect", path, "--verify")
+    clean = here("inspect", path, "--verify")
     assert clean.returncode == 0, clean.stderr
     assert "no NaN" in clean.stdout
-    facts = json.loads(tiercel("inspect", path, "--tensors", "--json").stdout)
+    facts = json.loads(here("inspect", path, "--tensors", "--json").stdout)
     tensor = next(t for t in facts["tensors"] if t["type"] == "F32")
     with path.open("r+b") as stream:
         stream.seek(tensor["offset"])
         stream.write(b"\x00\x00\xc0\x7f")
-    process = tiercel("inspect", path, "--verify", "--json")
-    assert process.returncode == 1
-    assert json.loads(process.stdout)["verified"] is False
-    assert process.stderr.startswith("error: nan.gguf: tensor")
-    assert process.stderr.count("\n") == 1
+    damaged = here("inspect", path, "--verify", "--json")
+    assert damaged.returncode == 1
+    assert json.loads(damaged.stdout)["verified"] is False
+    assert damaged.stderr.startswith("error: nan.gguf: tensor")
+    assert damaged.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link"])
-def test_what_is_no_file(tmp_path, kind):
+def test_what_is_no_file(tmp_path, kind, here):
     path = tmp_path / "model.gguf"
     if kind == "folder":
         path.mkdir()
@@ -102,4 +102,4 @@ def test_what_is_no_file(tmp_path, kind):
         path.symlink_to("/dev/zero")
     else:
         path.symlink_to(tmp_path / "missing")
-    assert "model.gguf" in error_line(tiercel("inspect", path))
+    assert "model.gguf" in error_line(here("inspect", path))

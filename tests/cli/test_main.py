@@ -208,9 +208,9 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: out of memory: ")
 
 
-def test_unsupported_architecture_lists_the_supported_ones(tmp_path):
+def test_unsupported_architecture_lists_the_supported_ones(tmp_path, here):
     path = tiny_model(tmp_path / "m.gguf", metadata={"general.architecture": "mamba"})
-    line = error_line(tiercel("generate", "x", "--model", path))
+    line = error_line(here("generate", "x", "--model", path))
     assert "m.gguf: architecture 'mamba' is not supported." in line
     for name in ("llama", "qwen2", "qwen3", "gemma3"):
         assert name in line
@@ -249,7 +249,12 @@ def run_on_terminal(arguments, env):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["inspect", "missing.gguf"], ["--help"], ["inspect", "--tset"]]
+    "arguments",
+    [
+        ["inspect", "missing.gguf"],
+        ["--help"],
+        pytest.param(["inspect", "--tset"], marks=pytest.mark.slow),
+    ],
 )
 def test_no_color_is_honoured_on_a_terminal(arguments):
     _, plain = run_on_terminal(arguments, {"NO_COLOR": "1"})
@@ -292,7 +297,9 @@ def test_ctrl_c_during_the_first_imports_ends_quietly(monkeypatch):
     assert exit_info.value.code == 130
 
 
-@pytest.mark.parametrize("stream", ["0", "1", "2", "0 1 2"])
+@pytest.mark.parametrize(
+    "stream", ["1", "0 1 2", *(pytest.param(one, marks=pytest.mark.slow) for one in "02")]
+)
 def test_closed_standard_streams(model, stream):
     close = " ".join(f"{number}>&-" for number in stream.split())
     process = subprocess.run(
@@ -466,15 +473,9 @@ def test_variables_that_no_command_reads_are_said_in_one_line(capsys, monkeypatc
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_completion_is_written(tmp_path, shell):
+def test_shell_completion_is_written(tmp_path, shell, here, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     target = tmp_path / "completion"
-    process = tiercel(
-        "--install-completion",
-        "--shell",
-        shell,
-        "--output",
-        target,
-        env={"HOME": str(tmp_path)},
-    )
-    assert process.returncode == 0, process.stderr
+    done = here("--install-completion", "--shell", shell, "--output", target)
+    assert done.returncode == 0, done.stderr
     assert "generate" in target.read_text()

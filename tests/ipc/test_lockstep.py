@@ -52,11 +52,11 @@ def check_many(seeds):
 
 def test_ranks_plan_alike(monkeypatch):
     monkeypatch.setattr(lockstep, "WORD_STEPS", 4)
-    seen = check_many(range(300))
+    seen = check_many(range(150))
     kinds = ("preemptions", "hits", "drafts", "wrong drafts", "chunks", "late forms", "timed",
              "own requests", "preemptions beside others")  # fmt: skip
     for kind in (*kinds, "items", "abort", "stop", "length", "error"):
-        assert seen[kind] > 10, kind
+        assert seen[kind] > 5, kind
 
 
 def test_a_check_word_depends_on_every_id_and_its_place(monkeypatch):

@@ -82,7 +82,7 @@ def test_greedy_answers_are_those_of_plain_decoding(folder, plain_of, spec, coun
 
 
 @pytest.mark.parametrize("num_spec_tokens", [pytest.param(1, marks=pytest.mark.slow), 15])
-@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("spec", HYBRID_FIRST)
 def test_few_and_many_drafts(folder, plain_of, spec, num_spec_tokens):
     with open_drafting(folder, spec, num_spec_tokens=num_spec_tokens) as llm:
         answers = ids_of(llm.generate(echoes(1, 1), greedy(30)))
