@@ -52,6 +52,7 @@ TOGGLES = {
     "TIERCEL_BLOCK_KERNEL": env.has_block_kernel,
     "TIERCEL_LINEAR_GROUP": env.has_linear_group,
     "TIERCEL_FUSED_GEMM_NORM": env.has_fused_gemm_norm,
+    "TIERCEL_FUSED_GEMM_HEADS": env.has_fused_gemm_heads,
     "TIERCEL_ATTENTION_IMAGE": env.has_attention_image,
     "TIERCEL_MOE_KERNEL": env.has_moe_kernel,
     "TIERCEL_MOE_TILES": env.has_moe_tiles,

@@ -17,7 +17,8 @@ _SWITCHES = tuple(
     f"TIERCEL_{name}"
     for name in (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
-        *("BLOCK_KERNEL", "LINEAR_GROUP", "FUSED_GEMM_NORM", "ATTENTION_IMAGE", "ONE_COPY"),
+        *("BLOCK_KERNEL", "LINEAR_GROUP", "FUSED_GEMM_NORM", "FUSED_GEMM_HEADS"),
+        *("ATTENTION_IMAGE", "ONE_COPY"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MOE_GEMM", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL"),
@@ -143,6 +144,14 @@ def has_fused_gemm_norm() -> bool:
     Off until a GPU has shown that its results are right. ``TIERCEL_FUSED_GEMM`` can forbid it too.
     """
     return read_flag("TIERCEL_FUSED_GEMM_NORM", default=False) and has_fused_gemm()
+
+
+def has_fused_gemm_heads() -> bool:
+    """Whether ``TIERCEL_FUSED_GEMM_HEADS`` lets those products rotate heads and write the cache.
+
+    Off until a GPU has shown that it gains. ``TIERCEL_FUSED_GEMM`` can forbid it too.
+    """
+    return read_flag("TIERCEL_FUSED_GEMM_HEADS", default=False) and has_fused_gemm()
 
 
 def has_attention_image() -> bool:

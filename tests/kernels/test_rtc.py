@@ -314,13 +314,16 @@ def gemm_cases():
 
 
 def normed_sources():
-    """Products that norm the residual for two readers, and readers, gated and not."""
+    """Products that norm the residual for two readers, readers, gated and not, and heads."""
     for name, (rows, columns) in (("Q4_K", (4096, 4096)), ("Q6_K", (4096, 12288))):
         for tokens in TOKEN_CLASSES[:2]:
             config = select_packed_gemm(name, (rows, columns), tokens)
             yield gemm_source(name, torch.float16, config, orders=(4, 6))
             yield gemm_source(name, torch.float16, config, is_scaled=True)
             yield gemm_source(name, torch.float16, config, Gate("silu", 6), is_scaled=True)
+            config = select_packed_gemm(name, (rows, columns), tokens, head_dim=128)
+            heads = (128, True)
+            yield gemm_source(name, torch.float16, config, is_scaled=True, heads=heads)
 
 
 # A product of each kind: one for two readers, and a gated reader.

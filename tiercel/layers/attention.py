@@ -19,7 +19,7 @@ from torch import Tensor
 from tiercel.batch import Batch, PackedItems
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.config import MAX_DECODE_QUERIES
-from tiercel.env import has_attention_image
+from tiercel.env import has_attention_image, has_fused_gemm_heads, has_fused_gemm_norm
 from tiercel.layers.linear import Linear
 from tiercel.ops.decode_attention import (
     decode_attention,
@@ -27,7 +27,8 @@ from tiercel.ops.decode_attention import (
     prepare_decode_attention,
     writes_image,
 )
-from tiercel.ops.packed_gemm import TokenImage
+from tiercel.ops.packed_gemm import TokenImage, load_packed_gemm, packed_gemm_heads
+from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.prefill_attention import (
     plan_prefill_attention,
     prefill_attention,
@@ -86,6 +87,7 @@ class Attention:
         self.k_cache = self.v_cache = torch.empty(0)  # set by bind_cache
         self.group = 0
         self._writes_images = has_attention_image()
+        self._head_weights: tuple[PackedWeight, ...] = ()  # of products that end with heads
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """The keys and values that this layer keeps for each token."""
@@ -96,6 +98,8 @@ class Attention:
         """Take the planes that this layer writes and reads, found through a group's tables."""
         self.k_cache, self.v_cache, self.group = planes["k"], planes["v"], group
         prepare_decode_attention(self.k_cache, self.shape.num_heads, self._image_order())
+        if has_fused_gemm_heads() and 2 * self.rope_table.shape[2] == self.shape.head_dim:
+            self._load_head_weights()
 
     def plan(self, batch: Batch) -> PromptPlan | None:
         """The plan for all layers of this shape and group; None where no query is long."""
@@ -140,7 +144,10 @@ class Attention:
         self, x: Tensor | TokenImage, batch: Batch, plan: PromptPlan | None
     ) -> Tensor | TokenImage:
         """The same before the last projection, (T, rows of q), as that is fastest from."""
-        heads = self._rotate(self.qkv(x), batch)
+        if plan is None and self._head_weights and self.qkv.image_orders(x.shape[0]):
+            heads = self._queries(x, batch)
+        else:
+            heads = self._rotate(self.qkv(x), batch)
         q, order = heads[:, : self.shape.num_heads], self._image_order(heads.shape[0])
         if plan is not None or not order or not writes_image(q, self.k_cache, batch):
             return self.attend(heads, batch, plan)
@@ -153,6 +160,33 @@ class Attention:
         """Of the image that the last projection reads; 0 if it reads none, or several."""
         orders = self.output.image_orders(rows) if self._writes_images else ()
         return orders[0] if len(orders) == 1 else 0
+
+    def _queries(self, x: Tensor | TokenImage, batch: Batch) -> Tensor:
+        """The same as `_rotate` of the first projection, by it; (T, heads of q, head_dim)."""
+        norms = self.head_norms
+        return packed_gemm_heads(
+            x,
+            self._head_weights,
+            batch.positions,
+            self.rope_table,
+            self.k_cache,
+            self.v_cache,
+            batch.slot_mapping[self.group],
+            num_heads=self.shape.num_heads,
+            norms=() if norms is None else (norms.q, norms.k),
+            eps=0.0 if norms is None else norms.eps,
+        )
+
+    def _load_head_weights(self) -> None:
+        """Load every kernel that `_queries` may launch, if the first projection has them."""
+        if not self.k_cache.is_cuda:
+            return
+        head_dim = self.shape.head_dim
+        self._head_weights = self.qkv.into_heads(head_dim, self.k_cache.dtype)
+        kind = head_dim, self.head_norms is not None
+        for part in self._head_weights:
+            for is_scaled in {False, has_fused_gemm_norm()}:
+                load_packed_gemm(part, torch.float16, is_scaled=is_scaled, heads=kind)
 
     def rope_and_attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """Norm and rotate q and k, write k and v to the cache, and attend: all between projections.

@@ -12,6 +12,7 @@ from tiercel.ops.linear import LinearWeight, image_orders, linear
 from tiercel.ops.packed_gemm import (
     NextNorm,
     TokenImage,
+    heads_refusal,
     load_packed_gemm,
     packed_gemm_norm,
 )
@@ -68,6 +69,19 @@ class Linear:
         for part in self.weight.segments:
             if isinstance(part, PackedWeight) and self.image_orders():
                 load_packed_gemm(part, torch.float16, is_scaled=True)
+
+    def into_heads(self, head_dim: int, dtype: torch.dtype) -> tuple[PackedWeight, ...]:
+        """The weights of `packed_gemm_heads`, which may do what follows a call; () if not.
+
+        Args:
+            head_dim: columns of a head.
+            dtype: of the cache.
+        """
+        is_plain = self.bias is None and self.out_dtype is None and self.group.size == 1
+        parts = tuple(part for part in self.weight.segments if isinstance(part, PackedWeight))
+        if not is_plain or not self.image_orders() or heads_refusal(parts, head_dim, dtype):
+            return ()
+        return parts
 
     def _packed_alone(self) -> PackedWeight | None:
         """The weight, if packed and all that a call multiplies and adds."""

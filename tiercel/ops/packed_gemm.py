@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
@@ -105,6 +106,7 @@ def load_packed_gemm(
     orders: Sequence[int] = (),
     *,
     is_scaled: bool = False,
+    heads: kernel.HeadKind = kernel.NO_HEADS,
 ) -> None:
     """Load every kernel that `packed_gemm` may launch for a weight on a GPU.
 
@@ -113,13 +115,20 @@ def load_packed_gemm(
         out_dtype: of results.
         orders: of images, for `packed_gemm_norm`.
         is_scaled: whether tokens are its images.
+        heads: for `packed_gemm_heads`: columns of a head, and whether it norms them.
     """
     tensor = weight.tensor
     device = tensor.ordered_planes()[0].device
     if is_read(weight) and has_packed_gemm(device):
         shape = (tensor.shape[0], tensor.shape[1])
         kernel.load_packed_gemm(
-            tensor.kernel_type, shape, out_dtype, device, tuple(orders), is_scaled=is_scaled
+            tensor.kernel_type,
+            shape,
+            out_dtype,
+            device,
+            tuple(orders),
+            is_scaled=is_scaled,
+            heads=heads,
         )
 
 
@@ -192,9 +201,84 @@ def packed_gemm_norm(x: Tensor | TokenImage, weight: PackedWeight, norm: NextNor
     return normed
 
 
-def _launch(x: Tensor | TokenImage, weight: PackedWeight, out: Tensor | kernel.NormOutputs) -> None:
+def heads_refusal(weights: Sequence[PackedWeight], head_dim: int, dtype: torch.dtype) -> str:
+    """Why `packed_gemm_heads` takes no weights, without a full stop; "" if it does. Pure."""
+    if head_dim not in kernel.HEAD_DIMS:
+        return f"heads are {head_dim}, none of {kernel.HEAD_DIMS} columns"
+    if dtype != torch.float16:
+        return f"the cache is {dtype}, not float16".replace("torch.", "")
+    if any(weight.tensor.shape[0] % head_dim for weight in weights):
+        return "a matrix ends within a head"
+    if not all(map(is_read, weights)):
+        return "packed_gemm does not read a matrix"
+    return ""
+
+
+def packed_gemm_heads(
+    x: Tensor | TokenImage,
+    weights: Sequence[PackedWeight],
+    positions: Tensor,
+    table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    norms: tuple[Tensor, ...] = (),
+    eps: float = 0.0,
+) -> Tensor:
+    """`packed_gemm`, then `rotary_kv_write` of its results, in a launch for each weight on a GPU.
+
+    Args:
+        x: as in `packed_gemm`, at least one token.
+        weights: rows of queries, keys and values end to end; `heads_refusal` has no reason.
+        positions: as in `rotary_kv_write`, and likewise those below.
+        table: (max_positions, 2, head_dim / 2): heads rotate whole.
+        k_cache: float16, mutated.
+        v_cache: likewise.
+        slot_mapping: likewise.
+        num_heads: of queries.
+        norms: weights of queries' and keys' norms; () for none.
+        eps: added to the mean squares.
+
+    Returns:
+        (tokens, num_heads, head_dim) float16 queries. Sums in float32, rounded once after rotation.
+
+    Raises:
+        ArgumentError: the shapes or dtypes disagree.
+    """
+    for weight in weights:
+        check_tokens("packed_gemm_heads", x, weight)
+    (kv_heads, head_dim), tokens = k_cache.shape[2:], x.shape[0]
+    reason = heads_refusal(weights, head_dim, k_cache.dtype)
+    rows, wanted = sum(weight.tensor.shape[0] for weight in weights), num_heads + 2 * kv_heads
+    is_whole = rows == wanted * head_dim and 2 * table.shape[2] == head_dim
+    if reason or not is_whole or not 0 < tokens == len(positions) == len(slot_mapping):
+        raise ArgumentError(
+            f"packed_gemm_heads: {reason or f'{rows} rows for {wanted} heads of {head_dim}'}.",
+            hint="Pass tokens with positions and slots, all matrices, and a table of whole heads.",
+        )
+    device = weights[0].tensor.ordered_planes()[0].device
+    out = torch.empty(tokens, num_heads, head_dim, dtype=torch.float16, device=device)
+    heads = kernel.HeadOutputs(
+        positions, table, slot_mapping, k_cache, v_cache, norms, eps, num_heads
+    )
+    first = 0
+    for weight in weights:
+        _launch(x, weight, out.flatten(1), replace(heads, first=first))
+        first += weight.tensor.shape[0] // head_dim
+    return out
+
+
+def _launch(
+    x: Tensor | TokenImage,
+    weight: PackedWeight,
+    out: Tensor | kernel.NormOutputs,
+    heads: kernel.HeadOutputs | None = None,
+) -> None:
     image = make_image(x, weight) if isinstance(x, Tensor) else x
     tokens, (rows, columns), name = x.shape[0], weight.tensor.shape, weight.tensor.kernel_type
+    multiple = kernel.HEAD_DIMS[0] if heads is None else heads.kind[0]
     kernel.launch_packed_product(
         weight.tensor.ordered_planes(),
         name,
@@ -202,8 +286,9 @@ def _launch(x: Tensor | TokenImage, weight: PackedWeight, out: Tensor | kernel.N
         out,
         (tokens, rows, columns),
         weight.exponent,
-        kernel.select_packed_gemm(name, (rows, columns), tokens),
+        kernel.select_packed_gemm(name, (rows, columns), tokens, multiple),
         scaled=image.scaled,
+        heads=heads,
         is_dependent=weight.is_dependent,
     )
 

@@ -24,6 +24,7 @@ from tiercel.kernels.packed.packed_types import UNIT_TYPES
 from tiercel.kernels.runtime import rtc
 
 CAPABILITY = (9, 0)
+HEAD_DIMS = (64, 128)  # of `HeadOutputs`: a CTA has at most three warpgroups of 64 rows
 SQUARES_COLUMNS = 64  # of the residual, whose squares are added up together
 TOKEN_CLASSES = (32, 64, 96, 128)  # tokens of a tile; more go in several tiles
 _SMEM_BYTES = 225 << 10  # of 227, less the barriers
@@ -128,6 +129,61 @@ class NormOutputs(Struct, frozen=True):
         return tuple(self.images)
 
 
+HeadKind = tuple[int, bool]
+"""Columns of a head, and whether queries and keys are normed."""
+NO_HEADS: HeadKind = (0, False)
+
+
+class HeadOutputs(Struct, frozen=True):
+    """What becomes of a product with query, key and value heads: see `ops/rotary_kv_write.py`.
+
+    Attributes:
+        positions: (tokens,) int32.
+        table: (positions, 2, head_dim / 2) float32, cos then sin.
+        slots: (tokens,) int64, of the caches; -1 writes nothing.
+        k_cache: (blocks, block_size, kv_heads, head_dim) float16, contiguous, mutated.
+        v_cache: like k_cache.
+        norms: weights of queries' and of keys' norms, (head_dim,) float32; () for none.
+        eps: of the norms.
+        num_heads: of queries.
+        first: head of the product's first row.
+    """
+
+    positions: Tensor
+    table: Tensor
+    slots: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    norms: tuple[Tensor, ...]
+    eps: float
+    num_heads: int
+    first: int = 0
+
+    @property
+    def kind(self) -> HeadKind:
+        """What the kernel is built for."""
+        return self.k_cache.shape[3], bool(self.norms)
+
+
+class _HeadWrite(ctypes.Structure):
+    """HeadWrite of cuda/packed/packed_gemm_heads.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("positions", "table", "slots")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "q_weight", "k_weight")),
+        *((name, ctypes.c_int) for name in ("first", "heads", "kv_heads")),
+        ("eps", ctypes.c_float),
+    )
+
+    @classmethod
+    def of(cls, heads: HeadOutputs) -> _HeadWrite:
+        """Addresses and sizes."""
+        tensors = (heads.positions, heads.table, heads.slots, heads.k_cache, heads.v_cache)
+        weights = [weight.data_ptr() for weight in heads.norms] or [0, 0]
+        sizes = heads.first, heads.num_heads, heads.k_cache.shape[2], heads.eps
+        return cls(*(tensor.data_ptr() for tensor in tensors), *weights, *sizes)
+
+
 class _RowNorm(ctypes.Structure):
     """RowNorm of cuda/packed/packed_gemm_norm.cuh."""
 
@@ -178,13 +234,16 @@ def most_groups(type_name: str, tokens: int) -> int:
 
 
 @functools.cache
-def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> PackedGemmConfig:
+def select_packed_gemm(
+    type_name: str, shape: tuple[int, int], tokens: int, head_dim: int = 64
+) -> PackedGemmConfig:
     """Choose the launch by counting waves. Pure: equal in every process, readable by a test.
 
     Args:
         type_name: of the weights.
         shape: (rows, in) of W.
         tokens: > 0.
+        head_dim: rows of which a CTA has a multiple, one of `HEAD_DIMS`.
     """
     tile = tile_tokens(tokens)
     units, token_tiles = shape[1] // BLOCK, -(-tokens // tile)
@@ -198,9 +257,9 @@ def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> P
         # cost 5 such turns, sums of a cluster 1.5.
         return waves * (-(-units // splits) * groups + 5 + 1.5 * (splits > 1))
 
-    if tile == TOKEN_CLASSES[0] and shape[0] >= _LEAST_ROWS_OF_TWO:
+    if tile == TOKEN_CLASSES[0] and shape[0] >= _LEAST_ROWS_OF_TWO and head_dim == HEAD_DIMS[0]:
         return PackedGemmConfig(tile, 1, 1, _LEAST_STAGES, 2)
-    groups = range(most_groups(type_name, tile), 0, -1)
+    groups = [g for g in range(most_groups(type_name, tile), 0, -1) if not 64 * g % head_dim]
     launches = itertools.product(groups, (n for n in _AT_ONCE if n <= units))
     return make_config(type_name, tile, *min(launches, key=cost))
 
@@ -265,6 +324,7 @@ def gemm_source(
     orders: tuple[int, ...] = (),
     *,
     is_scaled: bool = False,
+    heads: HeadKind = NO_HEADS,
 ) -> rtc.KernelSource:
     """The kernel that multiplies, as built for one kind of call.
 
@@ -275,6 +335,7 @@ def gemm_source(
         gate: as in `launch_packed_product`.
         orders: of the images of `NormOutputs`.
         is_scaled: whether the tokens come with `NormInputs`.
+        heads: of `HeadOutputs`.
     """
     nexts = orders if gate is None else (gate.next_order,)
     macros = (
@@ -293,6 +354,8 @@ def gemm_source(
         ("RESIDUAL", int(bool(orders))),
         ("SECOND", orders[1] if len(orders) > 1 else 0),
         ("SCALED", int(is_scaled)),
+        ("HEADS", heads[0]),
+        *((("HAS_NORMS", int(heads[1])),) if heads[0] else ()),
     )
     return rtc.KernelSource("packed_gemm", macros)
 
@@ -305,6 +368,7 @@ def load_packed_gemm(
     orders: tuple[int, ...] = (),
     *,
     is_scaled: bool = False,
+    heads: HeadKind = NO_HEADS,
 ) -> None:
     """Load what `select_packed_gemm` may choose for a matrix and one tile of tokens.
 
@@ -315,10 +379,12 @@ def load_packed_gemm(
         device: a GPU.
         orders: of the images of `NormOutputs`; () for a result of its own.
         is_scaled: whether the tokens come with `NormInputs`.
+        heads: of `HeadOutputs`.
     """
-    configs = [select_packed_gemm(type_name, shape, tokens) for tokens in TOKEN_CLASSES]
+    multiple = heads[0] or HEAD_DIMS[0]
+    configs = [select_packed_gemm(type_name, shape, tokens, multiple) for tokens in TOKEN_CLASSES]
     sources = [
-        gemm_source(type_name, out_dtype, config, None, orders, is_scaled=is_scaled)
+        gemm_source(type_name, out_dtype, config, None, orders, is_scaled=is_scaled, heads=heads)
         for config in configs
     ]
     rtc.fill_cache(sources, rtc.device_arch(device))
@@ -360,6 +426,7 @@ def launch_packed_product(
     config: PackedGemmConfig,
     gate: Gate | None = None,
     scaled: NormInputs | None = None,
+    heads: HeadOutputs | None = None,
     *,
     is_dependent: bool,
 ) -> None:
@@ -376,6 +443,7 @@ def launch_packed_product(
         config: from `select_packed_gemm`.
         gate: None for the product itself.
         scaled: with an image from `NormOutputs`.
+        heads: None for the product itself; else `out` is (tokens, columns of query heads) float16.
         is_dependent: see `rtc.launch`.
     """
     tokens, rows, columns = shape
@@ -386,7 +454,10 @@ def launch_packed_product(
     else:
         norm, written, stride = _RowNorm.of(scaled), out, 0 if gate else out.stride(0)
     is_scaled = scaled is not None
-    source = gemm_source(type_name, written.dtype, config, gate, orders, is_scaled=is_scaled)
+    kind = NO_HEADS if heads is None else heads.kind
+    source = gemm_source(
+        type_name, written.dtype, config, gate, orders, is_scaled=is_scaled, heads=kind
+    )
     kernel = rtc.load_kernel(source, image.device, config.smem_bytes(type_name))
     arguments = [
         KernelPlanes.of(planes),
@@ -394,6 +465,7 @@ def launch_packed_product(
         rtc.pointer(written),
         *map(ctypes.c_int, (rows, columns // BLOCK, tokens, stride, exponent)),
         norm,
+        *(() if heads is None else (_HeadWrite.of(heads),)),
     ]
     rtc.launch(
         kernel,

@@ -4,7 +4,7 @@
 // (warpgroups of 64 rows in a CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a
 // row's sum), STEPS (products between two waits), OUT (0 fp16, 1 bf16, 2 float32), GATED (rows are of gate and of up,
 // results act(gate) * up), IS_GELU, NEXT (order of columns of the image that is then written), IN_STEP (layout of W);
-// RESIDUAL, SECOND and SCALED: packed_gemm_norm.cuh.
+// RESIDUAL, SECOND and SCALED: packed_gemm_norm.cuh; HEADS (0: none) and HAS_NORMS: packed_gemm_heads.cuh.
 //
 // A producer warp copies, for each unit of 256 columns, the planes of its rows' tiles (quant.py)
 // and the image of the tokens (packed_image.cu) into a ring. Warp w of the consumers owns tile w:
@@ -25,6 +25,9 @@
 #include "packed/packed_gemm_units32.cuh"
 #endif
 #include "packed/packed_gemm_norm.cuh"
+#if HEADS
+#include "packed/packed_gemm_heads.cuh"
+#endif
 
 #define ROWS (64 * WGS)
 #define X_BYTES (TOKENS * 512)
@@ -32,7 +35,7 @@
 #define STAGE_BYTES ((X_BYTES + W_BYTES + 1023) / 1024 * 1024)
 #define HALF (ROWS / 2)
 #define SUM_STRIDE (ROWS + 4)  // floats from token to token: no bank conflicts
-constexpr int MOST_EARLY = 6;  // turns of the residual in registers
+constexpr int MOST_EARLY = HEADS ? 4 : 6;  // turns of what is read for results in registers
 constexpr int BATCHES = 16 / STEPS, DEPTH = 2;  // batches of operands in registers
 static_assert(TOKENS * SUM_STRIDE * 4 <= STAGES * STAGE_BYTES, "sums take the place of the ring");
 static_assert(BATCHES % DEPTH == 0, "a batch's registers are known");
@@ -67,7 +70,7 @@ DEV void store_gated(void* image, const Four& gate, const Four& up, int n, int c
   for (int e = 0; e < 4; ++e) h[e] = float_to_half(gated(gate.y[e], up.y[e]));
   store_four<NEXT>(image, h, n, column, units);
 }
-#elif !RESIDUAL
+#elif !RESIDUAL && !HEADS
 #if OUT == 2
 typedef float Element;
 DEV float rounded(float y) { return y; }
@@ -219,7 +222,11 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
              void* out,        // (m, >= rows), out_stride elements from row to row
              int rows, int blocks, int m, int out_stride,
              int exponent,  // weights are multiplied times 2**exponent
-             RowNorm norm) {
+             RowNorm norm
+#if HEADS
+             , HeadWrite heads  // out: (m, heads of queries * HEADS)
+#endif
+             ) {
   ALIGNED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, warp = uni(tid >> 5);
   const int rank = blockIdx.y, block = blockIdx.x;
@@ -259,16 +266,25 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
   }
   const float unscale = __uint_as_float((127 - exponent) << 23);
   // Of a cluster, each CTA adds up every SPLITS-th token, a thread four rows at a time.
-#if RESIDUAL
+#if RESIDUAL || HEADS
   constexpr int FOURS = ROWS / 4, ALL = 128 * WGS + 32;
   constexpr int TURNS = ((TOKENS + SPLITS - 1) / SPLITS * FOURS + ALL - 1) / ALL;
   constexpr int EARLY = TURNS <= MOST_EARLY ? TURNS : 0;  // read while the cluster comes together
+#if RESIDUAL
   Residual own[EARLY + 1];
   wait_for_inputs();
+#else
+  static_assert(ROWS % HEADS == 0, "a CTA has whole heads");
+  HeadPlace own[EARLY + 1];
+#endif
 #pragma unroll
   for (int turn = 0; turn < EARLY; ++turn) {
     const int i = tid + turn * ALL, n = i / FOURS * SPLITS + rank, row = block * ROWS + i % FOURS * 4;
+#if RESIDUAL
     if (n < here && row < rows) own[turn].load(norm, first_token + n, row, rows);
+#else
+    if (n < here && row < rows) own[turn].load(heads, first_token + n, row);
+#endif
   }
 #endif
 #if SPLITS > 1
@@ -290,17 +306,23 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
       store_gated(out, sums_at(ring, n, r, scale_of(n)), sums_at(ring, n, HALF + r, scale_of(n)), n,
                   row, rows / 512);
   }
-#elif RESIDUAL
+#elif RESIDUAL || HEADS
 #pragma unroll (EARLY ? EARLY : 1)
   for (int turn = 0; turn < TURNS; ++turn) {
     const int i = tid + turn * ALL, n = i / FOURS * SPLITS + rank, r = i % FOURS * 4;
     const int row = block * ROWS + r;
     const bool has = n < here && row < rows;
-    Residual& mine = own[EARLY ? turn : 0];
-    if (!EARLY && has) mine.load(norm, first_token + n, row, rows);
+    auto& mine = own[EARLY ? turn : 0];
     Four sum = {};
+#if RESIDUAL
+    if (!EARLY && has) mine.load(norm, first_token + n, row, rows);
     if (has) sum = sums_at(ring, n, r, scale_of(n));
     add_residual(out, norm, mine, sum.y, has, n, row, rows);
+#else
+    if (!EARLY && has) mine.load(heads, first_token + n, row);
+    if (has) sum = sums_at(ring, n, r, scale_of(n));
+    write_head((u16*)out, out_stride, heads, mine, sum.y, has, first_token + n, row);
+#endif
   }
 #else
   constexpr int FOURS = ROWS / 4;
