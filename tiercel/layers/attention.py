@@ -87,6 +87,8 @@ class Attention:
         self.k_cache = self.v_cache = torch.empty(0)  # set by bind_cache
         self.group = 0
         self._writes_images = has_attention_image()
+        self._joins_heads = has_fused_gemm_heads()
+        self._is_scaled = has_fused_gemm_norm()  # whether inputs may be images of products
         self._head_weights: tuple[PackedWeight, ...] = ()  # of products that end with heads
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
@@ -98,8 +100,7 @@ class Attention:
         """Take the planes that this layer writes and reads, found through a group's tables."""
         self.k_cache, self.v_cache, self.group = planes["k"], planes["v"], group
         prepare_decode_attention(self.k_cache, self.shape.num_heads, self._image_order())
-        if has_fused_gemm_heads() and 2 * self.rope_table.shape[2] == self.shape.head_dim:
-            self._load_head_weights()
+        self._load_head_weights()
 
     def plan(self, batch: Batch) -> PromptPlan | None:
         """The plan for all layers of this shape and group; None where no query is long."""
@@ -179,13 +180,14 @@ class Attention:
 
     def _load_head_weights(self) -> None:
         """Load every kernel that `_queries` may launch, if the first projection has them."""
-        if not self.k_cache.is_cuda:
-            return
         head_dim = self.shape.head_dim
+        rotates_whole = 2 * self.rope_table.shape[2] == head_dim
+        if not (self._joins_heads and rotates_whole and self.k_cache.is_cuda):
+            return
         self._head_weights = self.qkv.into_heads(head_dim, self.k_cache.dtype)
         kind = head_dim, self.head_norms is not None
         for part in self._head_weights:
-            for is_scaled in {False, has_fused_gemm_norm()}:
+            for is_scaled in {False, self._is_scaled}:
                 load_packed_gemm(part, torch.float16, is_scaled=is_scaled, heads=kind)
 
     def rope_and_attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
