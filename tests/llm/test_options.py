@@ -5,10 +5,11 @@ import inspect
 import msgspec
 import pytest
 
-from tests.tiny_llm import LLAMA
+from tests.tiny_llm import LLAMA, open_tiny
 from tiercel.async_llm import AsyncLLM
 from tiercel.config import LoadOptions
 from tiercel.errors import ArgumentError
+from tiercel.kernels.native import library
 from tiercel.llm import LLM
 
 
@@ -57,3 +58,18 @@ def test_llm_and_async_llm_take_the_same_options():
     assert defaults.keys() - own.keys() == of_servers
     scores, others = (inspect.signature(kind.score).parameters for kind in (LLM, AsyncLLM))
     assert dict(scores) == dict(others) | {"progress": scores["progress"]}
+
+
+def test_a_native_library_that_is_missing_is_a_warning(monkeypatch, caplog):
+    """And not one that the user has left out."""
+    for reason, value, level in (
+        ("plain.so is not built.", "1", "WARNING"),
+        ("TIERCEL_NATIVE=0", "0", "INFO"),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(library, "_find", lambda *_, reason=reason: reason)
+        monkeypatch.setenv("TIERCEL_NATIVE", value)
+        with caplog.at_level("INFO"), open_tiny():
+            pass
+        (record,) = [one for one in caplog.records if "Native library" in one.message]
+        assert (record.message, record.levelname) == (f"Native library: not used: {reason}", level)

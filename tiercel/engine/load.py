@@ -134,8 +134,7 @@ def load_model(
     peers.connect(config.device)
     torch.set_num_threads(config.threads)
     if config.device.type == "cpu":
-        level = logging.INFO if native_refusal() else logging.DEBUG
-        _LOG.log(level, "Native library: %s", describe_library(config.threads))
+        _LOG.log(_native_level(), "Native library: %s", describe_library(config.threads))
     if not config.packs_items:
         _LOG.info("%s packs no items: each is scored by itself after its prompt.", source.path.name)
     tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
@@ -155,6 +154,13 @@ def load_model(
         engine.runner.faults = faults
     matchers = peers.matchers(tokenizer, source.config.vocab_size)
     return LoadedModel(source, config, tokenizer, engine, matchers, faults, peers)
+
+
+def _native_level() -> int:
+    """How loudly to name the native library: a slow path that nobody asked for is a warning."""
+    if not native_refusal():
+        return logging.DEBUG
+    return logging.WARNING if env.has_native() else logging.INFO
 
 
 def open_model(
