@@ -25,6 +25,7 @@
 #define GROUP_HEADS 4
 #define HAS_GROUPS 1
 #define HAS_NORMS 1
+#define IMAGE 0
 #define IS_LONG 0
 #define IS_PART 0
 #define KEPT 376
