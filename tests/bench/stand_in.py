@@ -25,6 +25,8 @@ class StandIn:
         missing_tokens: number by which each answer is shorter than requested.
         cached: reported cached tokens.
         refuse_from: number of the first request that gets a 503.
+        crowd: number of requests that must be under way together once before any but the first,
+            which probes, is answered.
         running, most_running: concurrent requests, and their maximum.
     """
 
@@ -38,6 +40,7 @@ class StandIn:
         self.words_per = (1, 2)
         self.cached = None
         self.refuse_from = None
+        self.crowd = 0
         self.extra_tokens = self.missing_tokens = 0
         self.running = self.most_running = 0
         self.models = [{"id": "stand-in", "owned_by": "nobody", "max_model_len": 99}, {"id": "b"}]
@@ -89,6 +92,8 @@ class StandIn:
 
     async def _script(self, prompt, max_tokens):
         fault = prompt if isinstance(prompt, str) else ""
+        while self.most_running < self.crowd and len(self.bodies) > 1:
+            await asyncio.sleep(0.005)
         await asyncio.sleep(self.first_s)
         num_tokens = max(1, max_tokens - self.missing_tokens)
         left = num_tokens

@@ -6,6 +6,7 @@ import contextlib
 import msgspec
 import pytest
 
+from tests.patience import PATIENCE_S
 from tiercel.bench.completions import Completion, CompletionServer
 from tiercel.bench.http_client import HttpClient, parse_address
 
@@ -23,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 GOOD = piece("") + b": keep-alive\n\n" + piece(" a") + piece("\n\u00e4", "length") + USAGE + DONE
 
 
-def measure(pieces, *, status=b"200 OK", output_len=7, gap_s=0.0, timeout_s=5.0):
+def measure(pieces, *, status=b"200 OK", output_len=7, gap_s=0.0, timeout_s=PATIENCE_S):
     """The sample of one request that is answered with these pieces of a body."""
 
     async def main():
@@ -69,7 +70,6 @@ def test_times():
     assert sample.first_s >= 0.2  # a piece without text is no first token
     assert sample.piece_s[1] - sample.piece_s[0] >= 0.05
     assert sample.latency_s - sample.piece_s[1] >= 0.05  # to the last piece
-    assert sample.latency_s < 30
 
 
 def test_pieces_that_come_together_are_one_to_the_reader():

