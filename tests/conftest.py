@@ -3,11 +3,14 @@
 import functools
 import gc
 import importlib.util
+import io
 import logging
 import os
 import signal
 import ssl
-from collections.abc import Generator, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -126,6 +129,34 @@ def default_model() -> Path:
     from tiercel.loader.hub import resolve
 
     return resolve("smollm2", offline=False, report=None)
+
+
+@pytest.fixture
+def restored_process() -> Iterator[None]:
+    """For `run`, which owns its process: restore pytest's signals and log handlers."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    logger = logging.getLogger("tiercel")
+    logger.handlers = []
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def here(
+    restored_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command line in this process; what it returns is like that of `harness.tiercel`."""
+    from tiercel.cli.main import run
+
+    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        status = run(list(map(str, arguments)))
+        shown = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, shown.out, shown.err)
+
+    return call
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,16 +1,12 @@
 """Fixtures of the command-line tests."""
 
 import io
-import logging
-import signal
-import subprocess
 import sys
 
 import pytest
 
 from tests.cli.fakes import FakeLLM
 from tests.gguf_files import tiny_model
-from tiercel.cli.main import run
 
 
 @pytest.fixture(scope="session")
@@ -38,26 +34,6 @@ def stdin(monkeypatch):
     return put
 
 
-@pytest.fixture
-def here(stdin, capsys):
-    """Runs a command line in this process; what it returns is like that of `harness.tiercel`."""
-
-    def call(*arguments):
-        stdin("")
-        status = run(list(map(str, arguments)))
-        shown = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, status, shown.out, shown.err)
-
-    return call
-
-
 @pytest.fixture(autouse=True)
-def _restored_process():
-    """`run` owns its process: restore pytest's signals and log handlers."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-    logger = logging.getLogger("tiercel")
-    logger.handlers = []
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
+def _restored_process(restored_process):
+    """All of these tests may call `run`."""

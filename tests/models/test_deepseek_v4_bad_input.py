@@ -88,14 +88,13 @@ def uneven_heads(tmp_path):
         (uneven_heads, ("--kv-dtype", "fp8"), ("head_dim - qk_rope_head_dim is 80", "64")),
     ],
 )
-def test_one_line_from_the_command(make, arguments, words, tmp_path):
-    process = tiercel("generate", "a", "-m", make(tmp_path), *ON_CPU, *arguments)
-    line = error_line(process)
+def test_one_line_from_the_command(make, arguments, words, tmp_path, here):
+    line = error_line(here("generate", "a", "-m", make(tmp_path), *ON_CPU, *arguments))
     for word in words:
         assert word in line
 
 
-@pytest.mark.parametrize("make", [nan_scale, missing_shard])
+@pytest.mark.parametrize("make", [nan_scale, pytest.param(missing_shard, marks=pytest.mark.slow)])
 def test_a_server_ends_with_the_same_line(make, tmp_path):
     process = tiercel("serve", make(tmp_path), "--port", "0", *ON_CPU)
     assert process.returncode != 0

@@ -23,7 +23,7 @@ def traced(request):
     return TracedText(model, text_ids()[: 250 + 14], 250, "cpu")
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 7, 14])
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(3, marks=pytest.mark.slow), 7, 14])
 def test_only_products_may_round_otherwise(traced, num_tokens):
     """All else, the cache included, is the same bit for bit."""
     assert set(traced.differences(num_tokens)) <= (PRODUCTS if num_tokens > 1 else set())
