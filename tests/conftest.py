@@ -23,6 +23,8 @@ os.environ.pop("TIERCEL_MODEL", None)  # a developer's own model must not replac
 import pytest
 import torch
 
+from tests.engine_forks import EngineForks
+
 if importlib.util.find_spec("hypothesis"):  # a machine that runs tests of kernels alone may lack it
     from hypothesis import HealthCheck, settings
 
@@ -157,6 +159,25 @@ def here(
         return subprocess.CompletedProcess(arguments, status, shown.out, shown.err)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def engine_forks() -> EngineForks:
+    """Starts engine processes as forks of one that has imported PyTorch."""
+    return EngineForks()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(engine_forks: EngineForks) -> Iterator[None]:
+    """Engine processes of this module are forks; see `tests/engine_forks.py`."""
+    with engine_forks.in_place_of_processes():
+        yield
+
+
+@pytest.fixture
+def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine processes of this test are no forks."""
+    monkeypatch.setattr("tiercel.ipc.spawn.subprocess", subprocess)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -258,6 +258,7 @@ def test_faults_of_one_request_leave_the_engine_alive(monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_process_that_speaks_another_language_is_ended(monkeypatch):
     monkeypatch.setattr(
         spawn,
@@ -278,6 +279,7 @@ def test_a_process_that_speaks_another_language_is_ended(monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_without_a_process_start_says_so(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
 
@@ -351,6 +353,7 @@ def test_an_engine_leaves_when_its_socket_closes(state, monkeypatch):
 
 
 @pytest.mark.parametrize("is_offline", [False, True])
+@pytest.mark.usefixtures("own_processes")
 def test_no_key_reaches_an_engine_process_and_a_token_only_one_that_fetches(
     is_offline, monkeypatch
 ):
@@ -374,6 +377,7 @@ def test_no_key_reaches_an_engine_process_and_a_token_only_one_that_fetches(
     assert ("secret-token" in found) is not is_offline
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_the_engine_loads_nothing_of_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "msgspec.py").write_text("raise SystemExit(99)")
     monkeypatch.chdir(tmp_path)
