@@ -44,16 +44,22 @@ from tiercel.quant import QuantTensor
 from tiercel.reference.decoder_layers import decoder_layers
 from tiercel.runner.step_inputs import make_timing_batch
 
+NORMS, HEADS = {"TIERCEL_FUSED_GEMM_NORM": "1"}, {"TIERCEL_FUSED_GEMM_HEADS": "1"}
+IMAGE = {"TIERCEL_ATTENTION_IMAGE": "1"}
 WAYS = {
-    "default": (),
-    "norms": ("TIERCEL_FUSED_GEMM_NORM",),
-    "heads": ("TIERCEL_FUSED_GEMM_HEADS",),
-    "image": ("TIERCEL_ATTENTION_IMAGE",),
-    "norms, image": ("TIERCEL_FUSED_GEMM_NORM", "TIERCEL_ATTENTION_IMAGE"),
-    "all": ("TIERCEL_FUSED_GEMM_NORM", "TIERCEL_FUSED_GEMM_HEADS", "TIERCEL_ATTENTION_IMAGE"),
+    "default": {},
+    "norms": NORMS,
+    "heads": HEADS,
+    "image": IMAGE,
+    "norms, image": NORMS | IMAGE,
+    "all": NORMS | HEADS | IMAGE,
+    **{
+        f"all, {size} MB of keys": NORMS | HEADS | IMAGE | {"TIERCEL_PREFETCH_KEYS": str(size)}
+        for size in (8, 16, 24, 36)
+    },
 }
 # Kernels for fewer rows, whose weights need not be loaded.
-OFF = ("TIERCEL_MEGAKERNEL", "TIERCEL_DECODE_CHAIN")
+OFF = {"TIERCEL_MEGAKERNEL": "0", "TIERCEL_DECODE_CHAIN": "0"}
 TOKENS = (17, 32, 48, 64, 96)
 LAYERS, CHECKED_LAYERS, CHECKED_REQUESTS = 12, 3, (0, 1, 6)
 MASSIVE, CHANNEL = 1e4, 7
@@ -78,12 +84,14 @@ class Kept(RandomDecoder):
 
 
 @contextmanager
-def switched(on: tuple[str, ...]) -> Iterator[None]:
+def switched(toggles: dict[str, str]) -> Iterator[None]:
     """Toggles while a model is loaded."""
-    os.environ.update(dict.fromkeys(on, "1") | dict.fromkeys(OFF, "0"))
-    yield
-    for name in (*on, *OFF):
-        del os.environ[name]
+    os.environ.update(toggles | OFF)
+    try:
+        yield
+    finally:
+        for name in toggles | OFF:
+            del os.environ[name]
 
 
 class Loaded:

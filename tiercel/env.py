@@ -29,10 +29,14 @@ _SWITCHES = tuple(
 _SETTINGS = (
     *("TIERCEL_MODEL", "TIERCEL_CACHE", "TIERCEL_OFFLINE", "TIERCEL_FAULTS", "TIERCEL_CPU"),
     "TIERCEL_BUILD_NATIVE",  # of the build hook
+    "TIERCEL_PREFETCH_KEYS",
     "TIERCEL_TEST_MODELS",  # of the project's tests
 )
 # What an engine on another host has from the server; paths of caches are those of its host.
-_SHARED = (*_SWITCHES, "TIERCEL_MODEL", "TIERCEL_OFFLINE", "TIERCEL_FAULTS", "TIERCEL_CPU")
+_SHARED = (
+    *(*_SWITCHES, "TIERCEL_PREFETCH_KEYS", "TIERCEL_CPU"),
+    *("TIERCEL_MODEL", "TIERCEL_OFFLINE", "TIERCEL_FAULTS"),
+)
 _PREFIX = "TIERCEL_"
 _CUTOFF = 0.57  # of difflib, after the prefix: SERVE_PORT is near PORT, SERVICE_HOST is not
 # Secrets of the server and of its trace collector: only the server's own process needs them.
@@ -152,6 +156,20 @@ def has_fused_gemm_heads() -> bool:
     Off until a GPU has shown that it gains. ``TIERCEL_FUSED_GEMM`` can forbid it too.
     """
     return read_flag("TIERCEL_FUSED_GEMM_HEADS", default=False) and has_fused_gemm()
+
+
+def prefetched_keys() -> int:
+    """Bytes of keys and values that products of ``TIERCEL_FUSED_GEMM_HEADS`` request to the L2.
+
+    ``TIERCEL_PREFETCH_KEYS`` has them in MB; none until a GPU has shown that they gain.
+
+    Raises:
+        ArgumentError: the number is negative.
+    """
+    count = read_integer("TIERCEL_PREFETCH_KEYS", default=0)
+    if count < 0:
+        raise ArgumentError(f"TIERCEL_PREFETCH_KEYS={count}: MB are not negative.", hint="Use 24.")
+    return count * 1_000_000
 
 
 def has_attention_image() -> bool:

@@ -6,7 +6,7 @@ import torch
 from benchmarks.e2e_layers import WAYS, Loaded, error_of, switched
 
 
-@pytest.mark.parametrize("way", ["default", "all"])
+@pytest.mark.parametrize("way", ["default", "all, 24 MB of keys"])
 def test_layers_match_the_oracle(way):
     """Seven requests in blocks that end within the context."""
     with switched(WAYS[way]):

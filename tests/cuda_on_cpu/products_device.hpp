@@ -98,6 +98,11 @@ DEV void mbar_arrive_copied(u32 at) {
   own_groups().back().clear();
   mbar_arrive(at);
 }
+static List<u64> prefetched;  // addresses and bytes
+DEV void prefetch_bulk(const void* from, u32 bytes) {
+  if ((size_t)from % 16 || bytes % 16 || !bytes) fail("a prefetch");
+  prefetched.push_back((u64)from), prefetched.push_back(bytes);
+}
 DEV u32 hidden(u32 v) { return v; }
 DEV u32 merge(u32 v, u32 mask, u32 other) { return (v & mask) | other; }
 static NamedBarrier cluster;

@@ -85,6 +85,13 @@ struct Cluster {
 
 // What the kernel ahead of the next one writes.
 extern "C" void add_late(u8* at, size_t size) { late.push_back({at, {at, at + size}}); }
+// What kernels have prefetched since the last call; returns how many numbers there are.
+extern "C" size_t take_prefetched(u64* to, size_t most) {
+  const size_t count = prefetched.size();
+  if (count <= most) std::memcpy(to, prefetched.data(), count * sizeof(u64));
+  prefetched.clear();
+  return count;
+}
 extern "C" int run(int number, void** given, const int* sizes, int threads, int cluster_size,
                    int smem_bytes, int seed) {
   arguments = given, kernel = kernels[number], num_threads = threads;

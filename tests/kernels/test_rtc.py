@@ -322,7 +322,7 @@ def normed_sources():
             yield gemm_source(name, torch.float16, config, is_scaled=True)
             yield gemm_source(name, torch.float16, config, Gate("silu", 6), is_scaled=True)
             config = select_packed_gemm(name, (rows, columns), tokens, head_dim=128)
-            heads = (128, True)
+            heads = (128, True, True)
             yield gemm_source(name, torch.float16, config, is_scaled=True, heads=heads)
 
 

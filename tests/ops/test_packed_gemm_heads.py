@@ -6,7 +6,12 @@ import torch
 from tests.packed_weights import make_tokens, make_weight
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_gemm as kernel
-from tiercel.ops.packed_gemm import has_packed_gemm, heads_refusal, packed_gemm_heads
+from tiercel.ops.packed_gemm import (
+    has_packed_gemm,
+    heads_refusal,
+    keys_ahead,
+    packed_gemm_heads,
+)
 from tiercel.ops.packed_matvec import prepare_packed, weight_exponent
 from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant_types import Layout, QuantType
@@ -26,8 +31,13 @@ def hopper(device):
     return device
 
 
-def make_heads(tokens, head_dim, device, *, has_norms):
+def make_heads(tokens, head_dim, device, *, has_norms, prefetches=False):
     """Where results go, poisoned, and the angles of each token; every seventh has no slot."""
+    keys = None
+    if prefetches:  # three requests: a table's end within a block, a block, a few tokens
+        tables = torch.tensor([[9, 9], [2, 1], [0, 9], [1, 9], [9, 9]], dtype=torch.int32)
+        rows, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([3, 1, 2], [3, 100, 64]))
+        keys = kernel.KeyPrefetch(*(x.to(device) for x in (tables, rows, lengths)), 110_000)
     table_angles = torch.rand(500, head_dim // 2, dtype=torch.float64) * 6
     table = torch.stack((table_angles.cos(), table_angles.sin()), 1).float().contiguous()
     positions = torch.randint(0, 500, (tokens,), dtype=torch.int32)
@@ -36,7 +46,9 @@ def make_heads(tokens, head_dim, device, *, has_norms):
     caches = torch.full((2, 3, 64, KEYS, head_dim), float("nan"), dtype=torch.float16)
     norms = (torch.rand(2, head_dim) + 0.5).to(device).unbind() if has_norms else ()
     of_device = [x.to(device) for x in (positions, table, slots, *caches)]
-    outputs = kernel.HeadOutputs(*of_device, norms, EPS if has_norms else 0.0, QUERIES)
+    outputs = kernel.HeadOutputs(
+        *of_device, norms, EPS if has_norms else 0.0, QUERIES, prefetch=keys
+    )
     return outputs, table_angles[positions.long()]
 
 
@@ -45,6 +57,9 @@ def multiply(x, weights, outputs):
     to = outputs
     places = to.positions, to.table, to.k_cache, to.v_cache, to.slots
     options = {"num_heads": to.num_heads, "norms": to.norms, "eps": to.eps}
+    if to.prefetch is not None:
+        keys = to.prefetch
+        options["prefetch"] = keys_ahead(keys.tables, keys.rows, keys.seq_lens, keys.num_bytes)
     return packed_gemm_heads(x, weights, *places, **options)
 
 
@@ -69,14 +84,16 @@ def check(found, expected):
         assert error.max() < TOLERANCE
 
 
-def product_of_heads(name, head_dim, config, device, *, has_norms):
-    """All heads by one launch, checked; returns queries and both caches."""
+def product_of_heads(name, head_dim, config, device, *, has_norms, prefetches=False):
+    """All heads by one launch, checked; returns `HeadOutputs`, queries and both caches."""
     torch.manual_seed(config.tokens)
     rows, tokens = (QUERIES + 2 * KEYS) * head_dim, config.tokens - 3
     part = make_weight(QuantType[name], rows, COLUMNS, device)
     tensor = packed_repack(part, Layout.SOA)
     x = make_tokens(tokens, COLUMNS, device)
-    outputs, angles = make_heads(tokens, head_dim, device, has_norms=has_norms)
+    outputs, angles = make_heads(
+        tokens, head_dim, device, has_norms=has_norms, prefetches=prefetches
+    )
     image = x.new_full(kernel.image_shape(*x.shape), float("nan"))
     order = kernel.column_order(name)
     kernel.launch_packed_image(x, order, image, is_dependent=True)
@@ -94,7 +111,7 @@ def product_of_heads(name, head_dim, config, device, *, has_norms):
     )
     found = out.unflatten(1, (QUERIES, head_dim)), outputs.k_cache, outputs.v_cache
     check(found, expect(x, [part], outputs, angles))
-    return found
+    return outputs, *found
 
 
 @pytest.mark.gpu
@@ -106,7 +123,9 @@ def test_matches_oracle(tokens, head_dim, has_norms, hopper):
     types = (QuantType.Q4_K, QUERIES + KEYS), (QuantType.Q6_K, KEYS)
     parts = [make_weight(t, n * head_dim, COLUMNS, hopper, n) for t, n in types]
     weights = [prepare_packed(part, Layout.SOA) for part in parts]
-    outputs, angles = make_heads(tokens, head_dim, hopper, has_norms=has_norms)
+    outputs, angles = make_heads(
+        tokens, head_dim, hopper, has_norms=has_norms, prefetches=has_norms
+    )
     x = make_tokens(tokens, COLUMNS, hopper)
     q = multiply(x, weights, outputs)
     check((q, outputs.k_cache, outputs.v_cache), expect(x, parts, outputs, angles))
@@ -122,7 +141,10 @@ def test_every_launch_is_right(tile, head_dim, hopper):
             if 64 * groups % head_dim or config.stages < 2:
                 continue  # `select_packed_gemm` leaves it out
             runs = [
-                product_of_heads(name, head_dim, config, hopper, has_norms=True) for _ in range(2)
+                product_of_heads(
+                    name, head_dim, config, hopper, has_norms=True, prefetches=prefetches
+                )[1:]
+                for prefetches in (False, True)
             ]
             for one, other in zip(*runs, strict=True):
                 assert torch.equal(one.nan_to_num(), other.nan_to_num()), config

@@ -19,7 +19,12 @@ from torch import Tensor
 from tiercel.batch import Batch, PackedItems
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.config import MAX_DECODE_QUERIES
-from tiercel.env import has_attention_image, has_fused_gemm_heads, has_fused_gemm_norm
+from tiercel.env import (
+    has_attention_image,
+    has_fused_gemm_heads,
+    has_fused_gemm_norm,
+    prefetched_keys,
+)
 from tiercel.layers.linear import Linear
 from tiercel.ops.decode_attention import (
     decode_attention,
@@ -27,7 +32,12 @@ from tiercel.ops.decode_attention import (
     prepare_decode_attention,
     writes_image,
 )
-from tiercel.ops.packed_gemm import TokenImage, load_packed_gemm, packed_gemm_heads
+from tiercel.ops.packed_gemm import (
+    TokenImage,
+    keys_ahead,
+    load_packed_gemm,
+    packed_gemm_heads,
+)
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.prefill_attention import (
     plan_prefill_attention,
@@ -88,6 +98,7 @@ class Attention:
         self.group = 0
         self._writes_images = has_attention_image()
         self._joins_heads = has_fused_gemm_heads()
+        self._prefetched = 0 if shape.window else prefetched_keys()
         self._is_scaled = has_fused_gemm_norm()  # whether inputs may be images of products
         self._head_weights: tuple[PackedWeight, ...] = ()  # of products that end with heads
 
@@ -176,6 +187,9 @@ class Attention:
             num_heads=self.shape.num_heads,
             norms=() if norms is None else (norms.q, norms.k),
             eps=0.0 if norms is None else norms.eps,
+            prefetch=keys_ahead(
+                batch.block_tables[self.group], batch.rows, batch.seq_lens, self._prefetched
+            ),
         )
 
     def _load_head_weights(self) -> None:
@@ -185,8 +199,8 @@ class Attention:
         if not (self._joins_heads and rotates_whole and self.k_cache.is_cuda):
             return
         self._head_weights = self.qkv.into_heads(head_dim, self.k_cache.dtype)
-        kind = head_dim, self.head_norms is not None
-        for part in self._head_weights:
+        for index, part in enumerate(self._head_weights):
+            kind = head_dim, self.head_norms is not None, index == 0 and self._prefetched > 0
             for is_scaled in {False, self._is_scaled}:
                 load_packed_gemm(part, torch.float16, is_scaled=is_scaled, heads=kind)
 

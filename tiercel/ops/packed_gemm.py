@@ -115,7 +115,7 @@ def load_packed_gemm(
         out_dtype: of results.
         orders: of images, for `packed_gemm_norm`.
         is_scaled: whether tokens are its images.
-        heads: for `packed_gemm_heads`: columns of a head, and whether it norms them.
+        heads: for `packed_gemm_heads`: columns of a head, whether it norms and prefetches them.
     """
     tensor = weight.tensor
     device = tensor.ordered_planes()[0].device
@@ -214,6 +214,20 @@ def heads_refusal(weights: Sequence[PackedWeight], head_dim: int, dtype: torch.d
     return ""
 
 
+def keys_ahead(
+    tables: Tensor, rows: Tensor, seq_lens: Tensor, num_bytes: int
+) -> kernel.KeyPrefetch | None:
+    """The first keys and values of each request, for `packed_gemm_heads`; None for no bytes.
+
+    Args:
+        tables: (engine rows, max_blocks) int32, unit inner stride, of k_cache and v_cache.
+        rows: (requests,) int32, of the tables.
+        seq_lens: (requests,) int32; at least that many tokens have blocks.
+        num_bytes: of all requests together.
+    """
+    return kernel.KeyPrefetch(tables, rows, seq_lens, num_bytes) if num_bytes else None
+
+
 def packed_gemm_heads(
     x: Tensor | TokenImage,
     weights: Sequence[PackedWeight],
@@ -226,6 +240,7 @@ def packed_gemm_heads(
     num_heads: int,
     norms: tuple[Tensor, ...] = (),
     eps: float = 0.0,
+    prefetch: kernel.KeyPrefetch | None = None,
 ) -> Tensor:
     """`packed_gemm`, then `rotary_kv_write` of its results, in a launch for each weight on a GPU.
 
@@ -240,6 +255,8 @@ def packed_gemm_heads(
         num_heads: of queries.
         norms: weights of queries' and keys' norms; () for none.
         eps: added to the mean squares.
+        prefetch: keys and values that the attention after it reads, from `keys_ahead`; None for
+            none. The first weight's launch requests them.
 
     Returns:
         (tokens, num_heads, head_dim) float16 queries. Sums in float32, rounded once after rotation.
@@ -261,12 +278,13 @@ def packed_gemm_heads(
     device = weights[0].tensor.ordered_planes()[0].device
     out = torch.empty(tokens, num_heads, head_dim, dtype=torch.float16, device=device)
     heads = kernel.HeadOutputs(
-        positions, table, slot_mapping, k_cache, v_cache, norms, eps, num_heads
+        positions, table, slot_mapping, k_cache, v_cache, norms, eps, num_heads, 0, prefetch
     )
     first = 0
     for weight in weights:
-        _launch(x, weight, out.flatten(1), replace(heads, first=first))
+        _launch(x, weight, out.flatten(1), heads)
         first += weight.tensor.shape[0] // head_dim
+        heads = replace(heads, first=first, prefetch=None)
     return out
 
 

@@ -129,9 +129,26 @@ class NormOutputs(Struct, frozen=True):
         return tuple(self.images)
 
 
-HeadKind = tuple[int, bool]
-"""Columns of a head, and whether queries and keys are normed."""
-NO_HEADS: HeadKind = (0, False)
+HeadKind = tuple[int, bool, bool]
+"""Columns of a head, whether queries and keys are normed, and whether there is a `KeyPrefetch`."""
+NO_HEADS: HeadKind = (0, False, False)
+_MOST_PIECE = 32 << 10  # bytes of a prefetch: 8 to 16 of a CTA, one beside each unit
+
+
+class KeyPrefetch(Struct, frozen=True):
+    """Keys and values that a product requests to the L2 for the attention behind it.
+
+    Attributes:
+        tables: (engine rows, max_blocks) int32, unit inner stride.
+        rows: (requests,) int32, of the tables.
+        seq_lens: (requests,) int32; at least that many tokens have blocks.
+        num_bytes: of all requests; each gets as many from its first token on.
+    """
+
+    tables: Tensor
+    rows: Tensor
+    seq_lens: Tensor
+    num_bytes: int
 
 
 class HeadOutputs(Struct, frozen=True):
@@ -147,6 +164,7 @@ class HeadOutputs(Struct, frozen=True):
         eps: of the norms.
         num_heads: of queries.
         first: head of the product's first row.
+        prefetch: beside the product; None for none.
     """
 
     positions: Tensor
@@ -158,11 +176,12 @@ class HeadOutputs(Struct, frozen=True):
     eps: float
     num_heads: int
     first: int = 0
+    prefetch: KeyPrefetch | None = None
 
     @property
     def kind(self) -> HeadKind:
         """What the kernel is built for."""
-        return self.k_cache.shape[3], bool(self.norms)
+        return self.k_cache.shape[3], bool(self.norms), self.prefetch is not None
 
 
 class _HeadWrite(ctypes.Structure):
@@ -182,6 +201,36 @@ class _HeadWrite(ctypes.Structure):
         weights = [weight.data_ptr() for weight in heads.norms] or [0, 0]
         sizes = heads.first, heads.num_heads, heads.k_cache.shape[2], heads.eps
         return cls(*(tensor.data_ptr() for tensor in tensors), *weights, *sizes)
+
+
+class _KeyPrefetch(ctypes.Structure):
+    """KeyPrefetch of cuda/packed/packed_gemm_heads.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tables", "rows", "seq_lens")),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("requests", "pieces")),
+        *((name, ctypes.c_uint) for name in ("bytes", "tokens", "per_block")),
+    )
+
+    @classmethod
+    def of(cls, keys: KeyPrefetch, k_cache: Tensor) -> _KeyPrefetch:
+        """Addresses, and pieces of whole tokens that divide a block."""
+        tokens = k_cache.shape[1]
+        token_bytes = k_cache[0, 0].numel() * k_cache.element_size()
+        while tokens * token_bytes > _MOST_PIECE and tokens % 2 == 0:
+            tokens //= 2
+        piece, requests = tokens * token_bytes, keys.rows.shape[0]
+        tensors = (keys.tables, keys.rows, keys.seq_lens)
+        return cls(
+            *(tensor.data_ptr() for tensor in tensors),
+            keys.tables.stride(0),
+            requests,
+            keys.num_bytes // (requests * piece),
+            piece,
+            tokens,
+            k_cache.shape[1] // tokens,
+        )
 
 
 class _RowNorm(ctypes.Structure):
@@ -355,7 +404,7 @@ def gemm_source(
         ("SECOND", orders[1] if len(orders) > 1 else 0),
         ("SCALED", int(is_scaled)),
         ("HEADS", heads[0]),
-        *((("HAS_NORMS", int(heads[1])),) if heads[0] else ()),
+        *((("HAS_NORMS", int(heads[1])), ("PREFETCH", int(heads[2]))) if heads[0] else ()),
     )
     return rtc.KernelSource("packed_gemm", macros)
 
@@ -465,8 +514,11 @@ def launch_packed_product(
         rtc.pointer(written),
         *map(ctypes.c_int, (rows, columns // BLOCK, tokens, stride, exponent)),
         norm,
-        *(() if heads is None else (_HeadWrite.of(heads),)),
     ]
+    if heads is not None:
+        arguments.append(_HeadWrite.of(heads))
+        if heads.prefetch is not None:
+            arguments.append(_KeyPrefetch.of(heads.prefetch, heads.k_cache))
     rtc.launch(
         kernel,
         -(-rows // (64 * config.groups)),

@@ -130,11 +130,15 @@ DEV void fetch_weights(const Planes& w, const Work& work, int i, u32 slot, u32 b
   fetch_unit(w, unit, slot + X_BYTES + lane * TILE_BYTES, barrier);
 }
 #endif
-DEV void produce(const Weights& w, const u8* image, const Work& work, u32 ring, u32 full, int lane) {
+// `ahead` is called for each unit.
+template <class Ahead>
+DEV void produce(const Weights& w, const u8* image, const Work& work, u32 ring, u32 full, int lane,
+                 const Ahead& ahead) {
   const u32 empty = full + 8 * STAGES;
   const int early = min(STAGES, work.count);
   image += ((i64)blockIdx.z * work.blocks + work.first) * X_BYTES;
   auto fill = [&](int i, int slot, bool has_image) {
+    ahead(i);
     const u32 at = ring + slot * STAGE_BYTES, bar = full + 8 * slot;
     if (IN_STEP) {  // the arrival below releases what was stored, not copied
       fetch_weights(w, work, i, at, bar, lane);
@@ -225,6 +229,9 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
              RowNorm norm
 #if HEADS
              , HeadWrite heads  // out: (m, heads of queries * HEADS)
+#if PREFETCH
+             , KeyPrefetch keys
+#endif
 #endif
              ) {
   ALIGNED_MEMORY(memory);
@@ -245,10 +252,20 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
                      blocks * (rank + 1) / SPLITS - blocks * rank / SPLITS, blocks};
   const int first_token = blockIdx.z * TOKENS, here = min(m - first_token, TOKENS);
   if (warp == 4 * WGS) {
-#if IN_STEP
-    produce(StepRows(planes, rows, blocks), image, work, ring, full, lane);
+#if HEADS && PREFETCH
+    const int ctas = gridDim.x * SPLITS, cta = block * SPLITS + rank;
+    const Piece piece = find_piece(heads, keys, cta + lane * ctas);
+    auto ahead = [&](int i) {
+      if (piece.bytes && blockIdx.z == 0 && lane % work.count == i)
+        prefetch_bulk(piece.at, piece.bytes);
+    };
 #else
-    produce(planes, image, work, ring, full, lane);
+    auto ahead = [](int) {};
+#endif
+#if IN_STEP
+    produce(StepRows(planes, rows, blocks), image, work, ring, full, lane, ahead);
+#else
+    produce(planes, image, work, ring, full, lane, ahead);
 #endif
 #if SCALED
     find_factors(norm, factors, block == 0 && rank == 0, lane);

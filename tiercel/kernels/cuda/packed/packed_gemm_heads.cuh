@@ -1,7 +1,10 @@
 // What packed_gemm.cu does to the results of a projection to query, key and value heads: norm,
 // rotation and cache write, which rotary_kv_write.cu would do in a launch of its own. Queries go to
 // the result, keys and values to the cache alone. Macros: HEADS (columns of a head, 64 or 128),
-// HAS_NORMS, and those of packed_gemm.cu, whose CTAs have whole heads.
+// HAS_NORMS, PREFETCH, and those of packed_gemm.cu, whose CTAs have whole heads.
+//
+// PREFETCH: the attention after it is bound by memory, a product is not. So its producers request the
+// first keys and values of each request to the L2, a piece beside each of the first units.
 #pragma once
 
 #include "include/shared_ptx.cuh"
@@ -32,6 +35,25 @@ struct HeadPlace {  // what four columns of a token's head need besides themselv
 #endif
   }
 };
+#if PREFETCH
+struct KeyPrefetch {
+  const int* tables;    // (engine rows, table_stride)
+  const int* rows;      // (requests,)
+  const int* seq_lens;  // (requests,)
+  i64 table_stride;
+  int requests, pieces;  // of each, keys and values in turn
+  u32 bytes, tokens;     // of a piece
+  u32 per_block;         // pieces of a block's keys
+};
+struct Piece { const u8* at; u32 bytes; };
+DEV Piece find_piece(const HeadWrite& to, const KeyPrefetch& keys, int number) {
+  const int request = number % keys.requests, piece = number / keys.requests, chunk = piece >> 1;
+  if (piece >= keys.pieces || chunk * (int)keys.tokens >= keys.seq_lens[request]) return {nullptr, 0};
+  const int block = keys.tables[keys.rows[request] * keys.table_stride + chunk / keys.per_block];
+  const u8* plane = (const u8*)(piece & 1 ? to.v_cache : to.k_cache);
+  return {plane + ((i64)block * keys.per_block + chunk % keys.per_block) * keys.bytes, keys.bytes};
+}
+#endif
 // Lanes of a head, which all call this, have four columns each, `y`.
 DEV void write_head(u16* out, int out_stride, const HeadWrite& to, const HeadPlace& own,
                     float (&y)[4], bool has, i64 token, int row) {

@@ -34,6 +34,9 @@ DEV void product(float (&d)[TOKENS / 2], const u32* a, u64 b) {
 DEV void mbar_arrive_copied(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
+DEV void prefetch_bulk(const void* from, u32 bytes) {  // to the L2; 16 bytes or more
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 DEV u32 hidden(u32 v) {  // from the compiler: it stays in a register
   asm("mov.u32 %0, %0;" : "+r"(v));
   return v;
