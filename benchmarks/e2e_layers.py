@@ -1,6 +1,6 @@
 """Dense layers of some dozens of requests, checked and timed with each toggle of their launches.
 
-    python -m benchmarks.e2e_layers --out benchmarks/results/e2e_layers_h200.json
+    python -m benchmarks.e2e_layers --out layers.json
 
 Decode steps of a model of true shapes with random weights (`random_decoder.py`), as one CUDA graph,
 without head and sampling. Each way is loaded by itself. A few layers are compared with the oracle
