@@ -1,4 +1,4 @@
-"""Layers with each toggle: the benchmark's oracle and batch, on a CPU's path and on a GPU's kernels."""
+"""Layers with each toggle against the oracle: the paths of a CPU, and kernels of a GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_layers_match_the_oracle(way):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "llama3-1b"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["norms", "heads", "image", "all, 24 MB of keys"])
 def test_kernels_match_the_oracle(way, model, device):
     """Heads of 128 with norms, and of 64 without; values and down in Q6_K in the last layer."""
     if not has_packed_gemm(device):
