@@ -28,7 +28,7 @@ DEV void cluster_sync() {
   if (++b.arrived == 2 * 640) b.arrived = 0, ++b.turn, ++events;
   wait_while(b.turn, turn);
 }
-DEV void add_release(u32* p) { ++*p, ++events; }
+DEV void add_release(u32* p, u32 v = 1) { *p += v, ++events; }
 DEV uint2 load_relaxed2(const u32* p) {
   give_way();
   if ((u64)p % 8) fail("alignment of a load");

@@ -26,6 +26,7 @@ from tests.kernels.test_rtc import (
     PACKED_SOURCES,
     SOURCES,
     STEP_SIZES,
+    batch_step_source,
     gemm_cases,
     normed_sources,
     step_source,
@@ -60,6 +61,7 @@ HOPPER = "sm_90a"
 # Kernels of wgmma, TMA or clusters.
 HOPPER_ONLY = (
     *("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail"),
+    "fused_batch_step",
     *("sparse_attention_decode", "sparse_attention_tiles", "indexer_scores", "indexer_select"),
     "moe_experts_gemm",
 )
@@ -111,6 +113,8 @@ def fused_sources() -> Iterator[rtc.KernelSource]:
     yield from (step_source("qwen3-8b", ranks=ranks) for ranks in (2, 8))
     for tokens, shape, types in CHAINS:
         yield fused_layer_tail.cuda_source(tokens, partition(shape, types, 132))
+    for tokens in (8, 16):
+        yield batch_step_source(tokens)
     half = ChainShape(4096, 2048, 6144, 2560, 512)
     for tokens, ranks in ((8, 2), (16, 2), (16, 8)):
         types = ChainTypes(False, False, True, v=True)

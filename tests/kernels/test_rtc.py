@@ -24,7 +24,13 @@ from tiercel.kernels.attention import (
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
 from tiercel.kernels.block import linear_group
 from tiercel.kernels.collectives.all_reduce import GATHER, all_reduce_source, norm_warps
-from tiercel.kernels.fused import fused_decode_step, fused_layer_tail, mhc_mix_finish
+from tiercel.kernels.fused import (
+    fused_batch_step,
+    fused_decode_step,
+    fused_layer_tail,
+    mhc_mix_finish,
+)
+from tiercel.kernels.fused.fused_batch_step_geometry import Heads, join_layers
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     make_geometry,
     make_mask,
@@ -599,6 +605,28 @@ def test_decode_chain_compiles_as_designed(tokens, is_six, shape, ranks, tmp_pat
     text = ask(cubin, tmp_path, "nvdisasm", "-c")
     assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 32
     for instruction in ("HMMA.16816.F32", "LDGSTS.E.BYPASS.128", "UBLKCP", "ACQBULK", "PREEXIT"):
+        assert instruction in text
+
+
+def batch_step_source(tokens):
+    """All layers of Qwen3-8B in Q4_K_M in one launch."""
+    shape, heads = ChainShape(4096, 4096, 12288, 5120, 1024), Heads(32, 8, 128, 128, 64, True)
+    types = [ChainTypes(False, False, six, False, six) for six in (False, True, False)]
+    geometry = join_layers([partition(shape, kind, 132) for kind in types], heads, 132)
+    return fused_batch_step.cuda_source(tokens, geometry)
+
+
+@pytest.mark.parametrize("tokens", [8, pytest.param(16, marks=pytest.mark.slow)])
+def test_batch_step_compiles_as_designed(tokens, tmp_path):
+    """As the layer tail; no product reloads a spilled register."""
+    cubin = compile_here(batch_step_source(tokens), tmp_path)
+    assert registers_of(cubin, tmp_path) * 640 <= 65536
+    text = ask(cubin, tmp_path, "nvdisasm", "-c")
+    found = re.findall(r"\b(LDL|STL|HMMA|LDGSTS)", text)
+    assert len([name for name in found if name in ("LDL", "STL")]) <= 32
+    products = re.sub("(HMMA )+", "HMMA ", " ".join(found))
+    assert not re.search(r"HMMA (?:LDL|STL)[ LDST]* HMMA", products)
+    for instruction in ("LDGSTS.E.BYPASS.128", "UBLKCP", "ACQBULK", "PREEXIT"):
         assert instruction in text
 
 

@@ -24,20 +24,17 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
-from tiercel.kernels.fused.fused_layer_tail_geometry import GROUP, TILE, Geometry
+from tiercel.kernels.fused.fused_layer_tail_geometry import COLUMN_BYTES, GROUP, TILE, Geometry
 from tiercel.kernels.packed.packed_matvec import KernelPlanes
-from tiercel.kernels.packed.packed_types import UNIT_TYPES
 from tiercel.kernels.runtime import rtc
 
 THREADS = 640
-_COLUMN_BYTES = 4352  # of 8 tokens
-_WARPS = 16  # that multiply
 _PART_BYTES = 2048  # of a rank's sums of 32 rows and 8 tokens, with epochs
 
 
 def exchange_bytes(geometry: Geometry) -> int:
     """Of the buffer that activations travel through."""
-    return geometry.columns * _COLUMN_BYTES * 2
+    return geometry.columns * COLUMN_BYTES * 2
 
 
 def peer_bytes(hidden: int, ranks: int) -> int:
@@ -46,29 +43,37 @@ def peer_bytes(hidden: int, ranks: int) -> int:
 
 
 def smem_bytes(tokens: int, geometry: Geometry) -> int:
-    """Shared memory of a CTA: `Layout` of cuda/fused_layer_tail_products.cuh.
+    """Shared memory of a CTA.
 
     Less than an SM has. Each CTA takes 1 KiB of an SM besides, so beside one of 227 KiB no CTA of
     the next kernel could wait, not even one without shared memory. In the memory left over CTAs of
     rotary_kv_write wait, which saves 23 us of 2,743 with 16 requests (H200,
     results/step_variants_h200.json).
     """
-    tiles = -(-tokens // 8)
-    ring = geometry.ring(tiles)
-    name = ("Q6_K" if geometry.types.any_six else "Q4_K") + "_STEP" * geometry.types.in_step
-    unit_bytes = UNIT_TYPES[name].slot_bytes
-    columns, units = ring.slots * tiles * _COLUMN_BYTES, _WARPS * ring.stages * unit_bytes
-    sums, scratch = ring.buffers * 16 * tiles * 512, 8 * tiles * 144
-    barriers = 8 * (2 * ring.slots + ring.buffers * (tiles + 2))
-    return columns + units + sums + scratch + barriers + 8
+    return geometry.smem_bytes(-(-tokens // 8))
 
 
 @functools.cache
 def cuda_source(tokens: int, geometry: Geometry) -> rtc.KernelSource:
     """The kernel for a number of tokens."""
+    types = geometry.types
+    macros = (
+        *tail_macros(tokens, geometry),
+        ("SIX_O", int(types.o)),
+        ("SIX_GU", int(types.gate_up)),
+        ("SIX_DOWN", int(types.down)),
+        ("SIX_QK", int(types.qk)),
+        ("SIX_V", int(types.v)),
+        ("IS_STEP", 0),
+    )
+    return rtc.KernelSource("fused_layer_tail", macros)
+
+
+def tail_macros(tokens: int, geometry: Geometry) -> tuple[tuple[str, int], ...]:
+    """Sizes that fused_layer_tail and fused_batch_step have in common."""
     tiles = -(-tokens // 8)
     ring, shape, types = geometry.ring(tiles), geometry.shape, geometry.types
-    macros = (
+    return (
         ("CTAS", geometry.ctas),
         ("HIDDEN", shape.hidden),
         ("ATTENDED", shape.attended),
@@ -76,11 +81,6 @@ def cuda_source(tokens: int, geometry: Geometry) -> rtc.KernelSource:
         ("QK_TILES", shape.qk_rows // TILE),
         ("QKV_TILES", shape.heads_width // TILE),
         ("TOKENS", 8 * tiles),
-        ("SIX_O", int(types.o)),
-        ("SIX_GU", int(types.gate_up)),
-        ("SIX_DOWN", int(types.down)),
-        ("SIX_QK", int(types.qk)),
-        ("SIX_V", int(types.v)),
         ("ANY_SIX", int(types.any_six)),
         ("STAGES", ring.stages),
         ("XSLOTS", ring.slots),
@@ -90,7 +90,6 @@ def cuda_source(tokens: int, geometry: Geometry) -> rtc.KernelSource:
         ("IN_STEP", int(types.in_step)),
         ("RANKS", geometry.ranks),
     )
-    return rtc.KernelSource("fused_layer_tail", macros)
 
 
 @functools.cache

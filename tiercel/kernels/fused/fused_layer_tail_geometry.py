@@ -16,8 +16,10 @@ from tiercel.kernels.fused.fused_refusal import (
     CTAS,  # in clusters of two; not measured with all 132 SMs of an H200
     Refusal,
 )
+from tiercel.kernels.packed.packed_types import UNIT_TYPES
 
 COLUMN = 256  # columns of a unit of weights
+COLUMN_BYTES = 4352  # of activations of 8 tokens
 GROUP, TILE = 32, 16  # rows
 MOST_ROUNDS = 2  # of groups of the residual, which a CTA keeps in registers
 TYPES = ("Q4_K", "Q6_K")
@@ -28,6 +30,7 @@ TYPES = ("Q4_K", "Q6_K")
 # way, so that a token's bits are the same in each.
 _WIDTHS = range(2048, 8192)
 _CLASSES = 4  # of columns
+_WARPS = 16  # that multiply
 # Names of the widths in a model's configuration.
 _NAMES = {
     "hidden": "hidden_size",
@@ -121,6 +124,16 @@ class Geometry(Struct, frozen=True):
     def ring(self, tiles: int) -> Ring:
         """Of launches of so many tiles of 8 tokens, at most `max_tokens`."""
         return _fitting(tiles, self.shape, self.types)[0]
+
+    def smem_bytes(self, tiles: int) -> int:
+        """Shared memory of a CTA: `Layout` of cuda/fused_layer_tail_products.cuh."""
+        ring = self.ring(tiles)
+        name = ("Q6_K" if self.types.any_six else "Q4_K") + "_STEP" * self.types.in_step
+        unit_bytes = UNIT_TYPES[name].slot_bytes
+        columns, units = ring.slots * tiles * COLUMN_BYTES, _WARPS * ring.stages * unit_bytes
+        sums, scratch = ring.buffers * 16 * tiles * 512, 8 * tiles * 144
+        barriers = 8 * (2 * ring.slots + ring.buffers * (tiles + 2))
+        return columns + units + sums + scratch + barriers + 8
 
     @property
     def columns(self) -> int:

@@ -38,15 +38,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const int tid = threadIdx.x, lane = tid & 31, rank = blockIdx.x & 1;
   const int warp = __shfl_sync(~0u, tid >> 5, 0);
   const u32 smem = shared_address(memory);
-  if (tid == 0) {
-    for (int i = 0; i < XSLOTS; ++i)
-      mbar_init(smem + Layout::X_FULL + 8 * i, 1), mbar_init(smem + Layout::X_EMPTY + 8 * i, WARPS);
-    for (int i = 0; i < BUFFERS * NT; ++i) mbar_init(smem + Layout::FULL + 8 * i, 1);
-    for (int i = 0; i < 2 * BUFFERS; ++i) mbar_init(smem + Layout::EMPTY + 8 * i, NT);
-    *(u32*)(memory + Layout::LOST) = 0;
-    *(u32*)(memory + Layout::START) = clock_high();
-    mbar_fence();
-  }
+  if (tid == 0) start_barriers(memory, smem);
   __syncthreads();
   if (warp < WARPS)
     take_registers();

@@ -1,5 +1,5 @@
-// fused_layer_tail: the warps that fetch activations, and those that add up sums and publish
-// results.
+// fused_layer_tail and fused_batch_step: the warps that fetch activations, and those that add up sums
+// and publish results.
 #pragma once
 
 #include "fused/fused_layer_tail_products.cuh"
@@ -19,18 +19,45 @@ DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
   const int four = (lane / CLASS_SLOTS + (blockIdx.x >> 1)) & 3;
   const int in_o = columns_of(COLUMNS_O, four), in_x = columns_of(COLUMNS_X, four);
   const int in_h = columns_of(COLUMNS_H, four);
+#if IS_STEP
+  int at = lane % CLASS_SLOTS, begin = 0, end = 0, layer = 0;
+  auto has_more = [&] {
+    if (__any_sync(~0u, at < end)) return true;
+    if (layer == g.num_layers) return false;
+    bar_sync(3, 32 * (WARPS + 1));  // columns may come to where the attention was
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) target[nt] += layer > 0 ? PUBLISHERS : 0;
+    begin = end, ++layer;
+    if (lane < XSLOTS) end += in_o + in_x + in_h + (layer < g.num_layers ? in_x : 0);
+    return true;
+  };
+#else
+  constexpr u32 times = 1;
   const int end = lane < XSLOTS ? in_o + in_x + in_h + (IS_LAST ? 0 : in_x) : 0;
   int at = lane % CLASS_SLOTS;
   if (at < in_o) at += CLASS_SLOTS;  // attention's outputs are there already
+  auto has_more = [&] { return __any_sync(~0u, at < end); };
+#endif
 #pragma unroll 1
-  while (__any_sync(~0u, at < end)) {
+  while (has_more()) {
     if (at >= end) continue;
+#if IS_STEP
+    int i = at - begin - in_o, first = 0;
+    const u32 times = i < 0 ? OUTPUTS / PUBLISHERS : 1;
+    if (i < 0)
+      i += in_o, first = FIRST_O;
+    else if (i >= in_x)
+      i -= in_x, first = FIRST_H;
+    if (first == FIRST_H && i >= in_h) i -= in_h, first = FIRST_QKV;
+#else
     int i = at - in_o, first = 0;
     if (i >= in_x) i -= in_x, first = FIRST_H;
     if (first && i >= in_h) i -= in_h, first = FIRST_QKV;
+#endif
     const int from = first + 2 * (four + 4 * i) + rank;
     const uint2 count = load_relaxed2(g.counters + 2 * from);
-    const bool there = count.x == target[0] && (NT == 1 || count.y == target[NT - 1]);
+    const bool there =
+        count.x == times * target[0] && (NT == 1 || count.y == times * target[NT - 1]);
     if (!there && !is_lost(memory)) continue;
     const int slot = slot_of(four, at), round = at / CLASS_SLOTS;
     if (round > 0 && !mbar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1)) continue;
@@ -146,6 +173,23 @@ struct Adder {
     if (lane < 2) store_relaxed(squares_of(kind, group) + lane, own);
     publish(v, kind ? FIRST_QKV : 0, group);
   }
+#if IS_STEP
+  // Two tiles of q, k, v, or the first alone, to the CTAs that attend with them.
+  DEV void send_heads(float (&y)[4], float (&z)[4], int tile, int tiles, const float (&scale)[2]) {
+    const float factor = one_or_nan();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      y[i] = y[i] * scale[i & 1] * factor, z[i] = z[i] * scale[i & 1] * factor;
+    lay(y, 0), lay(z, 1);
+    float v[8];
+    rows(v);
+    const int n = 8 * nt + (lane >> 2), row = 8 * (lane & 3);
+    if (n >= g.m || row >= 16 * tiles) return;
+    uint4* to = g.sent_heads + ((i64)n * QKV_TILES * 16 + 16 * tile + row) / 4;
+    store_relaxed(to, make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), epoch, 0));
+    store_relaxed(to + 1, make_uint4(pack(v[4], v[5]), pack(v[6], v[7]), epoch, 0));
+  }
+#endif
   DEV uint4* squares_of(int kind, int group) const {
     return g.squares + ((kind * GROUPS_X + group) * 2 + nt) * 2;
   }
@@ -194,13 +238,20 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
   const int number = number_of(blockIdx.x), n = 8 * nt + (lane >> 2);
   auto first_of = [&](int round) { return 32 * (CTAS * round + number) + 8 * (lane & 3); };
   float norm[8] = {};  // of the next sums: from cold memory, so long before it is needed
-  if (owns(number, 0, GROUPS_X)) load8(norm, g.mlp_norm + first_of(0));
+#if IS_STEP
+  const float *mlp_norm = g.layers->mlp_norm, *next_norm = g.layers->next_norm;
+#else
+  const float *mlp_norm = g.mlp_norm, *next_norm = g.next_norm;
+#endif
+  if (owns(number, 0, GROUPS_X)) load8(norm, mlp_norm + first_of(0));
   cluster_sync();
   wait_for_inputs();
   u32* launches = g.launches + nt * CTAS + blockIdx.x;
   const u32 epoch = 1 + __ldcg(launches);
   bar_sync(2, 32 * (1 + NT));
+#if !IS_STEP
   if (lane == 0) *launches = epoch;
+#endif
   Adder adder = {g, memory, smem, (u32)(Layout::SCRATCH + nt * 8 * SCRATCH_PITCH), epoch,
                  rank, nt, lane, 0};
   float y[4], z[4], scale[2];
@@ -227,7 +278,16 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
       *(float4*)(x + 4) = make_float4(residual[4], residual[5], residual[6], residual[7]);
     }
   };
-  add_to_residual(0, g.mlp_norm, g.next_norm);
+#if IS_STEP
+#pragma unroll 1
+  for (int layer = 0; layer < g.num_layers; ++layer, ++adder.epoch) {
+  const bool is_last = layer + 1 == g.num_layers;
+  lane = adder.lane = unknown(lane);  // no address is kept in registers for all layers
+  const float* after = g.layers[is_last ? layer : layer + 1].mlp_norm;
+#else
+  const float* after = next_norm;
+#endif
+  add_to_residual(0, mlp_norm, next_norm);
   adder.norms(scale, 0);
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_H && owns(number, round, GROUPS_H); ++round) {
@@ -245,10 +305,19 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
     adder.rows(h);
     adder.publish(h, FIRST_H, CTAS * round + number);
   }
-  add_to_residual(1, g.next_norm, g.next_norm);
+  add_to_residual(1, next_norm, after);
+#if IS_STEP
+  if (is_last) break;
+  mlp_norm = after, next_norm = g.layers[layer + 1].next_norm;
+#endif
 #if !IS_LAST
   adder.norms(scale, 1);
-  auto store = [&](const float (&y)[4], int tile) {
+#if IS_STEP
+  auto store = [&](float (&y)[4], float (&z)[4], int tile, int tiles) {
+    adder.send_heads(y, z, tile, tiles, scale);
+  };
+#else
+  auto store_tile = [&](const float (&y)[4], int tile) {
     const float factor = adder.one_or_nan();
     u16* to = g.heads + 16 * tile + (lane >> 2);
 #pragma unroll
@@ -259,17 +328,26 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
             float_to_half(y[k] * scale[k & 1] * factor);
     }
   };
+  auto store = [&](const float (&y)[4], const float (&z)[4], int tile, int tiles) {
+    store_tile(y, tile);
+    if (tiles == 2) store_tile(z, tile + 1);
+  };
+#endif
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_QKV && owns(number, round, QKV_TILES / 2); ++round) {
     adder.reduce(y, z);
-    store(y, 2 * (CTAS * round + number)), store(z, 2 * (CTAS * round + number) + 1);
+    store(y, z, 2 * (CTAS * round + number), 2);
   }
   const int single = 2 * CTAS * ROUNDS_QKV + number;
   if (HAS_SINGLES && single < QKV_TILES) {
     adder.reduce(y, z);
 #pragma unroll
     for (int k = 0; k < 4; ++k) y[k] += z[k];
-    store(y, single);
+    store(y, z, single, 1);
   }
+#endif
+#if IS_STEP
+  }
+  if (lane == 0) *launches = epoch - 1 + g.num_layers;  // all warps have looked before
 #endif
 }

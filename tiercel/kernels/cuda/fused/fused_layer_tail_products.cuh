@@ -1,5 +1,5 @@
-// fused_layer_tail: arguments, sizes, shared memory and the warps that multiply.
-// fused_layer_tail.cu says how they are used.
+// fused_layer_tail and fused_batch_step: arguments, sizes, shared memory and the warps that multiply.
+// fused_layer_tail.cu says how they are used. IS_STEP: all layers are in one launch.
 #pragma once
 
 #include "fused/fused_layer_tail_ptx.cuh"
@@ -43,12 +43,20 @@
 // Where published columns begin: x of gate and up, then down's input, then x of q, k, v.
 #define FIRST_H COLUMNS_X
 #define FIRST_QKV (COLUMNS_X + COLUMNS_H)
+#define FIRST_O (2 * COLUMNS_X + COLUMNS_H)  // IS_STEP: outputs of the attention
+#define OUTPUTS (8 * PUBLISHERS)  // of a column: each of its groups is published token by token
 // Of the clock's upper half, 2.2 s each: no launch takes as long, but another GPU may be late.
 #define MOST_TICKS (RANKS > 1 ? 256 : 2)
 #define SCRATCH_PITCH 144     // 32 floats of a token, and 16 bytes
 #define SHRINK (1.f / 16)     // keeps residual x norm weight within fp16
 #define GROW (16.f * 16777216.f)
 
+#if IS_STEP
+#include "fused/fused_batch_step_args.cuh"
+#else
+#define V_IS_APART (SIX_V != SIX_QK)  // in planes of its own
+#define SIXES (SIX_O | SIX_GU << 1 | SIX_DOWN << 2 | SIX_QK << 3 | SIX_V << 4)
+#define MAYBE_SIXES 0
 struct Args {
   Planes o, gate_up, down, qk, v;
   const uint4* attended;   // (m, ATTENDED) fp16
@@ -66,6 +74,7 @@ struct Args {
   u8* peers[RANKS];        // memory of each rank: fused_layer_tail_ranks.cuh
 #endif
 };
+#endif
 
 struct Layout {
   static constexpr int X = 0, SUM = 16 * NT * 512, SUMS = XSLOTS * COLUMN;
@@ -73,7 +82,15 @@ struct Layout {
   static constexpr int X_FULL = SCRATCH + NT * 8 * SCRATCH_PITCH, X_EMPTY = X_FULL + 8 * XSLOTS;
   static constexpr int FULL = X_EMPTY + 8 * XSLOTS;      // by buffer, adder
   static constexpr int EMPTY = FULL + 8 * BUFFERS * NT;  // by owner, buffer
-  static constexpr int LOST = EMPTY + 16 * BUFFERS, START = LOST + 4, TOTAL = START + 4;
+  static constexpr int LOST = EMPTY + 16 * BUFFERS, START = LOST + 4;
+#if IS_STEP
+  static constexpr int MET = START + 4;     // by parity, head of the attention
+  static constexpr int READY = MET + 128;   // the other CTA attends, too
+  static constexpr int ROWS = (READY + 8 + 15) / 16 * 16, PLAN = ROWS + 2 * sizeof(Layer);
+  static constexpr int TOTAL = PLAN + sizeof(Plan);
+#else
+  static constexpr int TOTAL = START + 4;
+#endif
 };
 // All columns of a class of o, and of x, are in shared memory together.
 static_assert(XSLOTS % 4 == 0 && CLASS_SLOTS >= MOST_OF(COLUMNS_O) &&
@@ -84,6 +101,19 @@ static_assert(HIDDEN % 512 == 0 && ATTENDED % 512 == 0 && INNER % 512 == 0 && CT
 static_assert(QKV_TILES % 2 == 0 && QK_TILES % 2 == 0 && ROUNDS_X <= 2, "tiles in pairs");
 static_assert(Layout::TOTAL <= 232448 && Layout::X_FULL % 8 == 0, "shared memory of an SM");
 
+// By one thread: barriers, and the clock of `is_lost`.
+DEV void start_barriers(u8* memory, u32 smem) {
+  for (int i = 0; i < XSLOTS; ++i)
+    mbar_init(smem + Layout::X_FULL + 8 * i, 1), mbar_init(smem + Layout::X_EMPTY + 8 * i, WARPS);
+  for (int i = 0; i < BUFFERS * NT; ++i) mbar_init(smem + Layout::FULL + 8 * i, 1);
+  for (int i = 0; i < 2 * BUFFERS; ++i) mbar_init(smem + Layout::EMPTY + 8 * i, NT);
+#if IS_STEP
+  for (int i = 0; i < 17; ++i) mbar_init(smem + Layout::MET + 8 * i, 1);  // and READY
+#endif
+  *(u32*)(memory + Layout::LOST) = 0;
+  *(u32*)(memory + Layout::START) = clock_high();
+  mbar_fence();
+}
 DEV bool is_lost(u8* memory) {
   volatile u32* lost = (u32*)(memory + Layout::LOST);
   if (clock_high() - *(u32*)(memory + Layout::START) < MOST_TICKS) return false;
@@ -170,13 +200,15 @@ DEV u32 place_of(int k, const Share& w) {
   const int i = w.four + 4 * (is_single ? k : k % MOST_OF(COLUMNS_X));
   const int tile = is_single ? 2 * CTAS * ROUNDS_QKV + w.owner
                              : 2 * (CTAS * round + w.owner) + w.pick;
-  const int first = SIX_V != SIX_QK && tile >= QK_TILES ? QK_TILES : 0;
+  const int first = V_IS_APART && tile >= QK_TILES ? QK_TILES : 0;
   return unit_at(first ? 4 : 3, tile - first, COLUMNS_X, i, w.rank, tile < QKV_TILES);
 }
-DEV void fetch(const Args& g, u32 place, u32 slot, int lane) {
-  constexpr u32 SIXES = SIX_O | SIX_GU << 1 | SIX_DOWN << 2 | SIX_QK << 3 | SIX_V << 4;
-  const Planes& matrix = (&g.o)[place >> 24];
-  if (ANY_SIX && (SIXES >> (place >> 24) & 1))
+// From the matrices of a layer, o first; `sixes`: those of MAYBE_SIXES that are Q6_K.
+DEV void fetch(const Planes* matrices, u32 sixes, u32 place, u32 slot, int lane) {
+  constexpr u32 ALWAYS = SIXES;
+  const Planes& matrix = matrices[place >> 24];
+  const u32 is_six = MAYBE_SIXES ? (SIXES | sixes) >> (place >> 24) : ALWAYS >> (place >> 24);
+  if (ANY_SIX && (is_six & 1))
     fetch_unit<true>(matrix, place >> 24, place & 0xffffff, slot, lane);
   else
     fetch_unit<false>(matrix, place >> 24, place & 0xffffff, slot, lane);
@@ -184,6 +216,7 @@ DEV void fetch(const Args& g, u32 place, u32 slot, int lane) {
 // Places of activations in shared memory: a class has slots of its own, and counts its columns.
 DEV int slot_of(int four, int at) { return four * CLASS_SLOTS + at % CLASS_SLOTS; }
 
+#if !IS_STEP
 // This CTA's half of the attention's outputs into the slots of the first matrix.
 DEV void stage_attended(const Args& g, u32 smem, int rank, int tid) {
   constexpr int PIECES = 8 * (COLUMNS_O / 2), ALL = PIECES * TOKENS;  // of 32 columns
@@ -214,6 +247,7 @@ DEV void stage_attended(const Args& g, u32 smem, int rank, int tid) {
     }
   }
 }
+#endif
 
 // ---- a warp that multiplies
 struct Multiplier {
@@ -227,6 +261,21 @@ struct Multiplier {
   int fetch_slot, slot;           // of the ring
   u32 sums, full, empty;          // of the rows' owner
   int step, at;                   // sums sent; columns of this warp's class
+#if IS_STEP
+  const Layer* layer;             // in shared memory
+  int number;                     // of it
+  DEV const Planes* matrices() const { return &layer->o; }
+  DEV u32 sixes() const { return MAYBE_SIXES ? (u32)layer->sixes : 0; }
+  // Columns of a class in the layers before this one.
+  DEV int before(int of) const {
+    return number * (columns_of(COLUMNS_O, of) + 2 * columns_of(COLUMNS_X, of) +
+                     columns_of(COLUMNS_H, of));
+  }
+#else
+  DEV const Planes* matrices() const { return &g.o; }
+  DEV u32 sixes() const { return 0; }
+  DEV int before(int) const { return 0; }
+#endif
 
   DEV void find_units() {
 #pragma unroll
@@ -235,6 +284,14 @@ struct Multiplier {
       left[i] = __ballot_sync(~0u, places[i] != NO_UNIT);
     }
   }
+#if IS_STEP
+  // All units of a layer; after the last one no q, k, v follow.
+  DEV void find_left(bool is_last) {
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i)
+      left[i] = __ballot_sync(~0u, places[i] != NO_UNIT && !(is_last && places[i] >> 24 >= 3));
+  }
+#endif
   DEV void fetch_next() {
     u32 place = NO_UNIT;
 #pragma unroll
@@ -244,7 +301,7 @@ struct Multiplier {
         left[i] &= left[i] - 1;
       }
     }
-    if (place != NO_UNIT) fetch(g, place, ring + fetch_slot * SLOT, lane);
+    if (place != NO_UNIT) fetch(matrices(), sixes(), place, ring + fetch_slot * SLOT, lane);
     copy_commit();
     fetch_slot = fetch_slot + 1 == STAGES ? 0 : fetch_slot + 1;
   }
@@ -272,6 +329,12 @@ struct Multiplier {
     __syncwarp();
     if (lane < 4) mbar_arrive(smem + Layout::X_EMPTY + 8 * slot_of(share.four, at));
   }
+#if IS_STEP
+  // Columns that this warp has perhaps not read; a column is given back once it is there.
+  DEV void close_all(int count) {
+    for (const int end = at + count; at < end; ++at) wait(share.four, at), close();
+  }
+#endif
   // Parts of a tile meet in the order 4 rank + class, tile after tile.
   DEV void send(const float (&sum)[NT][4], int of) {
     const int buffer = step % BUFFERS;
@@ -302,16 +365,21 @@ struct Multiplier {
     for (int round = 0; round < ROUNDS_X; ++round)
       if (owns(share.owner, round, GROUPS_X)) send(sum[round], share.four);
   }
-  DEV void multiply_gate_up() {
+  template <bool SIX> DEV void multiply_gate_up() {
 #pragma unroll 1
     for (int i = 0; i < 2 * ROUNDS_H && owns(share.owner, i >> 1, GROUPS_H); ++i) {
-      const int of = turned(share.four, i), first = columns_of(COLUMNS_O, of);
+      const int of = turned(share.four, i), first = before(of) + columns_of(COLUMNS_O, of);
       const int count = columns_of(COLUMNS_X, of);
+#if IS_STEP
+      // Of another class: a wait tells a column from the one before it in its slot alone.
+      if (COLUMNS_X % 8 && i > 0 && i < 4)
+        for (int k = before(of); k < first; ++k) wait(of, k);
+#endif
       float sum[NT][4] = {};
 #pragma unroll 1
       for (int k = 0; k < count; ++k) {
         if (i < 4) wait(of, first + k);  // later steps multiply columns of earlier ones
-        multiply_unit<SIX_GU>(sum, take(), place(of, first + k), lane);
+        multiply_unit<SIX>(sum, take(), place(of, first + k), lane);
         give_back();
       }
       send(sum, of);
@@ -320,35 +388,35 @@ struct Multiplier {
     if (COLUMNS_X % 8 == 0) {  // no other class has read this one's columns
       for (; at < end; ++at) close();
     } else if (lane < COLUMNS_X / 2) {
-      const int of = lane & 3, k = columns_of(COLUMNS_O, of) + (lane >> 2);
+      const int of = lane & 3, k = before(of) + columns_of(COLUMNS_O, of) + (lane >> 2);
       wait(of, k);
       mbar_arrive(smem + Layout::X_EMPTY + 8 * slot_of(of, k));
     }
     at = end;
   }
-  DEV void multiply_tile(int tile, int from, int by) {
+  template <bool QK, bool V> DEV void multiply_tile(int tile, int from, int by) {
     float sum[NT][4] = {};
 #pragma unroll 1
     for (int i = from; i < columns_of(COLUMNS_X, share.four); i += by) {
       const u32 x = open(share.four, at + i), unit = take();
-      if (SIX_V != SIX_QK && tile >= QK_TILES)
-        multiply_unit<SIX_V>(sum, unit, x, lane);
+      if (V != QK && tile >= QK_TILES)
+        multiply_unit<V>(sum, unit, x, lane);
       else
-        multiply_unit<SIX_QK>(sum, unit, x, lane);
+        multiply_unit<QK>(sum, unit, x, lane);
       give_back();
     }
     send(sum, share.four);
   }
-  DEV void multiply_qkv() {
+  template <bool QK, bool V> DEV void multiply_qkv() {
 #pragma unroll 1
     for (int i = 0; i < ROUNDS_QKV && owns(share.owner, i, QKV_TILES / 2); ++i)
-      multiply_tile(2 * (CTAS * i + share.owner) + share.pick, 0, 1);
+      multiply_tile<QK, V>(2 * (CTAS * i + share.owner) + share.pick, 0, 1);
     const int single = 2 * CTAS * ROUNDS_QKV + share.owner;  // columns of both picks are added up
-    if (HAS_SINGLES && single < QKV_TILES) multiply_tile(single, share.pick, 2);
+    if (HAS_SINGLES && single < QKV_TILES) multiply_tile<QK, V>(single, share.pick, 2);
   }
 };
 
-DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
+DEV Multiplier make_multiplier(const Args& g, u32 smem, int rank, int warp, int lane) {
   // Warps w % 4 share a quarter of the SM: each has all classes, and rows of both CTAs.
   const int four = warp >> 2, row = warp + four & 3, half = row >> 1, pick = row & 1;
   const u32 part = (8 * pick + 4 * rank) * NT * 512 + 16 * lane;
@@ -358,6 +426,12 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
   own.full = remote_address(smem + Layout::FULL, half);
   own.empty = smem + Layout::EMPTY + 8 * BUFFERS * half;
   own.find_units();
+  return own;
+}
+
+#if !IS_STEP
+DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
+  Multiplier own = make_multiplier(g, smem, rank, warp, lane);
 #pragma unroll 1
   for (int i = 0; i < STAGES; ++i) own.fetch_next();
   cluster_sync();
@@ -367,11 +441,12 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
   if (warp == 0 && lane < COLUMNS_O / 2)
     mbar_arrive(smem + Layout::X_FULL + 8 * slot_of(lane & 3, lane >> 2));
   bar_sync(1, 32 * WARPS);
-  own.multiply_rows<SIX_O>(columns_of(COLUMNS_O, four));
-  own.multiply_gate_up();
+  own.multiply_rows<SIX_O>(columns_of(COLUMNS_O, own.share.four));
+  own.multiply_gate_up<SIX_GU>();
   launch_dependents();
-  own.multiply_rows<SIX_DOWN>(columns_of(COLUMNS_H, four));
+  own.multiply_rows<SIX_DOWN>(columns_of(COLUMNS_H, own.share.four));
 #if !IS_LAST
-  own.multiply_qkv();
+  own.multiply_qkv<SIX_QK, SIX_V>();
 #endif
 }
+#endif

@@ -1,4 +1,4 @@
-// PTX instructions of fused_layer_tail.cu besides those of packed_ptx.cuh and exchange_ptx.cuh:
+// PTX instructions of fused_layer_tail.cu and fused_batch_step.cu besides those of packed_ptx.cuh and exchange_ptx.cuh:
 // barriers and memory of a cluster of two CTAs, counters of CTAs. On a processor
 // tests/cuda_on_cpu/chain_device.hpp replaces this file.
 #pragma once
@@ -36,8 +36,8 @@ DEV void bar_arrive_there(u32 bar) {
 // ---- memory that CTAs share
 // Releases what this warp stored, after __syncwarp. Earlier additions stay released, as
 // each add continues their release sequences.
-DEV void add_release(u32* p) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
+DEV void add_release(u32* p, u32 v = 1) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 // Each of the two on its own.
 DEV uint2 load_relaxed2(const u32* p) {
@@ -51,6 +51,15 @@ DEV uint2 load_relaxed2(const u32* p) {
 // An acquire for each poll waits for each load on its own, 0.7 us.
 DEV void copy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+DEV int unknown(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+// From the compiler, which would have an address in registers for each constant offset.
+DEV const u16* hidden(const u16* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 // Of 96 registers that a warp begins with.
 DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 104;"); }
 DEV void drop_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 64;"); }

@@ -82,8 +82,9 @@
 #define OCTETS 2
 #define TILES 1
 
-// ---- fused: fused_decode_step.py, fused_layer_tail.py
+// ---- fused: fused_decode_step.py, fused_layer_tail.py, fused_batch_step.py
 #define ANY_SIX 0
+#define AHEAD 1
 #define ATTENDED 2048
 #define DOWN_ACROSS 1
 #define DOWN_TILE 1
@@ -99,7 +100,9 @@
 #define HEADS 4
 #define HIDDEN 2048
 #define INNER 6144
+#define IS_STEP 0
 #define LAYERS 36
+#define MAYBE_SIXES 0
 #define MOST_TILES 64
 #define O_ACROSS 1
 #define O_TILE 1
@@ -108,12 +111,14 @@
 #define QKV_TILES 192
 #define QK_TILES 160
 #define SHARERS 1
+#define SIXES 0
 #define SIX_DOWN 0
 #define SIX_GU 0
 #define SIX_O 0
 #define SIX_QK 0
 #define SIX_V 0
 #define SLIDING_TILES 0
+#define SPAN 2048
 #define TYPES 3
 #define WINDOW 0
 #define XSLOTS 4
