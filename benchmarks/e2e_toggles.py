@@ -42,6 +42,7 @@ TOGGLES = {
     "TIERCEL_MEGAKERNEL": env.has_megakernel,
     "TIERCEL_ONE_COPY": env.has_one_copy,
     "TIERCEL_DECODE_CHAIN": env.has_fused_layer_tail,
+    "TIERCEL_BATCH_STEP": env.has_batch_step,
     "TIERCEL_INT8_ACTIVATIONS": env.has_int8_activations,
     "TIERCEL_PDL": env.has_dependent_launch,
     "TIERCEL_CUDA_GRAPH": env.has_cuda_graphs,

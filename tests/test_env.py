@@ -222,6 +222,7 @@ SWITCHES = {
         {"MEGAKERNEL": "0", "EXACT": "1", "INT8_ACTIVATIONS": "0"},
     ),
     "DECODE_CHAIN": (env.has_fused_layer_tail, True, {"EXACT": "1"}),
+    "BATCH_STEP": (env.has_batch_step, False, {}),
     "SPARSE_ATTENTION_KERNEL": (env.has_sparse_attention_kernel, True, {}),
     "INDEXER_KERNEL": (env.has_indexer_kernel, True, {}),
     "SMALL_ALL_REDUCE": (env.has_small_all_reduce, True, {}),

@@ -20,6 +20,9 @@ _SWITCHES = tuple(
         *("BLOCK_KERNEL", "LINEAR_GROUP", "FUSED_GEMM_NORM", "FUSED_GEMM_HEADS"),
         *("ATTENTION_IMAGE", "ONE_COPY"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
+        *("BLOCK_KERNEL", "LINEAR_GROUP", "FUSED_GEMM_NORM", "ONE_COPY"),
+        *("MEGAKERNEL", "DECODE_CHAIN", "BATCH_STEP"),
+        *("INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MOE_GEMM", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL"),
         *("COMPRESS_KERNEL", "NATIVE"),
@@ -264,6 +267,15 @@ def has_fused_layer_tail() -> bool:
     It serves a few tokens. Its bits differ from single kernels, so ``TIERCEL_EXACT`` forbids it.
     """
     return read_flag("TIERCEL_DECODE_CHAIN", default=True) and not is_exact()
+
+
+def has_batch_step() -> bool:
+    """Whether ``TIERCEL_BATCH_STEP`` lets one kernel run all layers where the layer tail fits.
+
+    It serves steps of up to 16 requests with one new token each. Off until a GPU has run it. Its
+    bits differ from those of a step with drafts.
+    """
+    return read_flag("TIERCEL_BATCH_STEP", default=False)
 
 
 def has_mhc_kernel() -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.env import has_dependent_launch
 from tiercel.layers.decoder_layer import DecoderLayer
+from tiercel.layers.fused_batch_step import FusedBatchStep, make_fused_batch_step
 from tiercel.layers.linear import Linear
 from tiercel.ops.fused_layer_tail import (
     ChainExchange,
@@ -46,6 +47,17 @@ class FusedLayerTail:
         self.exchange = exchange
         self.is_dependent = is_dependent
         self.max_tokens = min(part.geometry.max_tokens for part in weights)
+        self.step: FusedBatchStep | None = None  # set by bind_cache
+
+    def bind_cache(self) -> Refusal | None:
+        """Make one kernel of all layers, which have their caches; None, or why there is none."""
+        device = self.layers[0].attention.k_cache.device
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        made = make_fused_batch_step(self.layers, self.weights, num_sms)
+        if isinstance(made, Refusal):
+            return made
+        self.step = made
+        return None
 
     def supports(self, batch: Batch) -> bool:
         """Whether a batch has few enough tokens, and no items to score."""
@@ -53,6 +65,8 @@ class FusedLayerTail:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x: (T, hidden) float32, mutated. Returns it, the residual after the last layer."""
+        if self.step is not None and self.step.supports(batch):
+            return self.step(x, batch)
         first = self.layers[0]
         plan = first.attention.plan(batch)
         heads: Tensor | None = first.attention.qkv(first.attn_norm(x))

@@ -23,6 +23,7 @@ from tiercel.batch import Batch, BatchLengths
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
 from tiercel.config import ModelOptions
+from tiercel.env import has_batch_step
 from tiercel.errors import ArgumentError
 from tiercel.layers.attention import Attention, AttentionShape, PromptPlan
 from tiercel.layers.decoder_layer import DecoderLayer
@@ -163,6 +164,10 @@ class Decoder:
             own = [found[index] for index in range(len(self.layers))]
             planes_of, groups = zip(*own, strict=True)
             self.fused_decode_step.bind_cache(planes_of, groups)
+        if self.fused_layer_tail is not None and has_batch_step():
+            refusal = self.fused_layer_tail.bind_cache()
+            outcome = USED if refusal is None else refusal.reason
+            log_fused_paths({"fused_batch_step": outcome}, is_gpu=True)
         if self.native_layers is not None:
             self.native_layers.bind_cache()
         if self.draft_head is not None:
