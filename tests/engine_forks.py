@@ -8,10 +8,10 @@ its parent. Tests of commands, of servers and of starts have engines that are fo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import json
+import math
 import os
 import select
 import signal
@@ -30,7 +30,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 REQUEST_BYTES = 1 << 17
 HIGH = 500  # descriptors from here on are none of those that an engine is told
-PR_SET_PDEATHSIG = 1
+WAIT_S = 0.05
 
 
 class EngineForks:
@@ -75,19 +75,21 @@ class EngineForks:
 
     def status_of(self, pid: int, timeout: float | None) -> int | None:
         """The exit status of a fork as `Popen` gives it; None if it has none before a timeout."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            while pid not in self._statuses:
-                left = None if deadline is None else deadline - time.monotonic()
-                if not self._read(left):
-                    return None
-            return self._statuses[pid]
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while True:
+            with self._lock:  # for a moment: another thread may want to start an engine
+                left = min(max(0.0, deadline - time.monotonic()), WAIT_S)
+                while pid not in self._statuses and self._read(left):
+                    pass
+                if pid in self._statuses:
+                    return self._statuses[pid]
+            if time.monotonic() >= deadline:
+                return None
 
     def _read(self, timeout: float | None) -> bool:
         """Take one message; False if there is none before a timeout."""
         assert self._channel is not None
-        most = None if timeout is None else max(0.0, timeout)
-        if not select.select([self._channel], [], [], most)[0]:
+        if not select.select([self._channel], [], [], timeout)[0]:
             return False
         message = json.loads(self._channel.recv(REQUEST_BYTES))
         if "started" in message:
@@ -133,8 +135,7 @@ def _start_forking() -> socket.socket:
 
 
 def main(descriptor: int) -> None:
-    """Fork at each request, and report how forks end."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Fork at each request, and report how forks end, until the channel is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import tiercel.ipc.follower
     import tiercel.ipc.process
