@@ -134,20 +134,8 @@ def default_model() -> Path:
 
 
 @pytest.fixture
-def restored_process() -> Iterator[None]:
-    """For `run`, which owns its process: restore pytest's signals and log handlers."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-    logger = logging.getLogger("tiercel")
-    logger.handlers = []
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
-
-
-@pytest.fixture
 def here(
-    restored_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a command line in this process; what it returns is like that of `harness.tiercel`."""
     from tiercel.cli.main import run
@@ -192,6 +180,21 @@ def _memory() -> Iterator[None]:
     yield
     if HAS_GPU:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _process() -> Iterator[None]:
+    """Signals and logs as they were: a command that a test runs in this process sets up its own."""
+    on_end = signal.getsignal(signal.SIGTERM)
+    loggers = [logging.getLogger(name) for name in ("tiercel", "uvicorn", "opentelemetry")]
+    before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+    yield
+    if signal.getsignal(signal.SIGTERM) is not on_end:
+        signal.signal(signal.SIGTERM, on_end)
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        if logger.level != level:  # to set one takes a walk over all loggers
+            logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

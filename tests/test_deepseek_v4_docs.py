@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 from tests import dsv4_files
-from tests.cli.conftest import _restored_process
 from tests.cli.harness import COMMAND, environment
 from tests.models.test_deepseek_v4_config import FLASH, PRO
 from tiercel.cli.main import run
@@ -23,8 +22,6 @@ from tiercel.models.deepseek_v4_tensors import needed
 from tiercel.models.footprint import weight_footprint
 from tiercel.models.stored import StoredWeight
 from tiercel.quant_types import QuantType
-
-__all__ = ["_restored_process"]  # a fixture
 
 GIB = 2**30
 PAGE = (Path(__file__).parents[1] / "docs/deepseek_v4.md").read_text()

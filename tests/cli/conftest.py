@@ -32,8 +32,3 @@ def stdin(monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
 
     return put
-
-
-@pytest.fixture(autouse=True)
-def _restored_process(restored_process):
-    """All of these tests may call `run`."""

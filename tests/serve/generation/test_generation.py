@@ -461,9 +461,6 @@ def test_a_reader_that_never_reads_is_given_up():
 
 
 def test_the_line_of_the_log_and_the_metrics(caplog):
-    logger = logging.getLogger("tiercel.serve.request")
-    logger.propagate = True
-    logging.getLogger("tiercel").propagate = True
     with caplog.at_level(logging.INFO, "tiercel.serve.request"):
         replies = ask(
             ("POST", "/v1/completions", {"json": {**RAW, "prompt": "abc", "n": 2}}),

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.serve.fake_client import FakeClient, fake_app, fake_info, fake_state, running
 from tiercel.ipc.messages import EngineStats, Progress
 from tiercel.serve.http.logs import set_up_logs
@@ -94,15 +95,9 @@ def test_progress_of_an_engine_that_is_started_again_is_its_own():
 
 @pytest.fixture
 def terminal(monkeypatch, capsys):
-    """Reads what went to standard error; the log's handlers are put back."""
-    names = ("tiercel", "uvicorn", "opentelemetry")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    """Reads what went to standard error."""
     monkeypatch.setenv("COLUMNS", "40")
-    yield lambda: capsys.readouterr().err
-    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    return lambda: capsys.readouterr().err
 
 
 def test_log_lines_go_above_the_line_that_is_rewritten(terminal):
@@ -175,7 +170,9 @@ def test_no_throughput_line_tells_of_the_rehearsal(monkeypatch, caplog):
             await asyncio.sleep(0.001)
         client.stats = stats(3, 60, 6)
         now[0] += 20
-        await asyncio.sleep(0.02)
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(r.getMessage() == "throughput" for r in caplog.records):
+                await asyncio.sleep(0.001)
         await monitor.stop()
 
     asyncio.run(use())
