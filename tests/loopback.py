@@ -6,6 +6,8 @@ import time
 
 import uvicorn
 
+from tests.patience import PATIENCE_S
+
 
 @contextlib.contextmanager
 def served(app):
@@ -15,7 +17,7 @@ def served(app):
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        deadline = time.perf_counter() + 30
+        deadline = time.perf_counter() + PATIENCE_S
         while not server.started:
             assert thread.is_alive(), "the server did not start"
             assert time.perf_counter() < deadline
@@ -25,5 +27,5 @@ def served(app):
     finally:
         server.should_exit = True
         server.force_exit = True
-        thread.join(30)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()

@@ -157,13 +157,13 @@ def test_an_abort_is_done_before_the_next_step():
 
         def on_step():
             in_step.set()
-            assert may_go.wait(5)
+            assert may_go.wait(PATIENCE_S)
 
         running.engine.on_step = on_step
         for request in requests:
             running.loop.submit(request)
         running.start()
-        assert in_step.wait(5)
+        assert in_step.wait(PATIENCE_S)
         running.loop.abort(requests[0])
         running.loop.stop(requests[1], "x")
         may_go.set()
@@ -217,14 +217,15 @@ def test_a_request_that_is_refused_fails_alone():
 def test_an_idle_loop_sleeps():
     with Running() as running:
         running.start()
-        assert running.listener.idle.wait(5)
-        before = time.process_time()
+        assert running.listener.idle.wait(PATIENCE_S)
+        clock = time.pthread_getcpuclockid(running.thread.ident)  # nothing else counts
+        before = time.clock_gettime(clock)
         time.sleep(0.2)
-        assert time.process_time() - before < 0.1
+        assert time.clock_gettime(clock) - before < 0.1
         assert running.listener.num_idle == 1
         running.loop.submit(make_request())
         running.settle()
-        assert running.listener.idle.wait(5)
+        assert running.listener.idle.wait(PATIENCE_S)
         assert running.listener.num_idle >= 2
 
 
@@ -309,7 +310,7 @@ def test_any_other_error_of_a_step_ends_the_loop_and_names_its_requests():
 
         running.engine.on_step = later
         running.start()
-        running.thread.join(5)
+        running.thread.join(PATIENCE_S)
         assert str(running.error) == "CUDA error"
         assert [r.request_id for r in running.loop.running()] == ["a", "b"]
 
@@ -333,7 +334,7 @@ def test_shutdown_aborts_what_is_live():
         stepped = threading.Event()
         running.listener.after_step = lambda _: (stepped.set(), time.sleep(0.001))
         running.start()
-        assert stepped.wait(5)
+        assert stepped.wait(PATIENCE_S)
     assert [request.finish_reason for request in requests] == ["abort"] * 3
     assert not running.engine.has_work
 

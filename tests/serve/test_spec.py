@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from time import sleep
 
 import pytest
 
+from tests.patience import wait_for
 from tests.serve.events import read_chat
 from tests.serve.generation.test_structured_output import CASES, DRAWS, FORMS, STOPS, TEMPLATES
 from tests.serve.harness import start_server
@@ -83,19 +85,20 @@ def test_guesses_are_counted_and_may_be_switched_off(servers):
     }  # fmt: skip
     server = servers["ngram"]
 
-    def figures():
-        """The metrics once the counters of the last step, up to 0.1 s late, are in them."""
-        last = None
-        while (now := read_metrics(server.get("/metrics").text)) != last:
-            last = now
-            sleep(0.3)
-        return now
+    def num_made():
+        pattern = r"^tiercel:generation_tokens_total{.*} (\S+)$"
+        return float(re.search(pattern, server.get("/metrics").text, re.MULTILINE)[1])
 
-    server.post("/v1/completions", body)
+    def figures(**fields):
+        """The metrics once the counters of the last step of a request are in them."""
+        enough = num_made() + 80
+        server.post("/v1/completions", body | fields)
+        wait_for(lambda: num_made() >= enough)
+        return read_metrics(server.get("/metrics").text)
+
+    sleep(0.3)  # counters come up to 0.1 s late, those of the tests before too
     before = figures()
-    server.post("/v1/completions", body | {"num_spec_tokens": 0})
-    off = figures()
-    server.post("/v1/completions", body)
+    off = figures(num_spec_tokens=0)
     on = figures()
     assert off == before
     assert on.num_draft_tokens > off.num_draft_tokens

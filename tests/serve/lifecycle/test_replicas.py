@@ -125,7 +125,7 @@ def test_no_answer_is_lost_or_crossed_while_an_engine_dies(server):
         draw = random.Random(number)
         while not is_over.wait(draw.random() / 4):
             if draw.random() < 0.2:
-                with contextlib.suppress(httpx.ReadTimeout):
+                with contextlib.suppress(httpx.TimeoutException):
                     httpx.post(f"{server.url}/v1/completions", json=bodies[number], timeout=0.05)
                 continue
             response = server.post("/v1/completions", bodies[number])
@@ -142,7 +142,7 @@ def test_no_answer_is_lost_or_crossed_while_an_engine_dies(server):
     for thread in threads:
         thread.start()
     wait_for(lambda: sum(map(len, results)) >= 8)
-    wait_for(lambda: min(values_of(server, "num_requests_running").values()) >= 2)
+    wait_for(lambda: 0 not in values_of(server, "num_requests_running").values())
     os.kill(processes_of(server)[0], signal.SIGKILL)
     wait_for(
         lambda: (
