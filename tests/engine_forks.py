@@ -34,11 +34,11 @@ WAIT_S = 0.05
 
 
 class EngineForks:
-    """Starts engines as forks; the process that forks is started with the first of them."""
+    """Starts engines as forks. The process that forks ends with this one, and its forks with it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._channel: socket.socket | None = None
+        self._channel = _start_forking()
         self._started: list[int] = []
         self._statuses: dict[int, int] = {}
 
@@ -65,8 +65,6 @@ class EngineForks:
         numbers = [int(word) for word in command[6:]]  # after the number of the parent
         request = {"numbers": numbers, "targets": [*pass_fds], "env": {**env}, "cwd": os.getcwd()}
         with self._lock, open(os.devnull, "wb") as null:
-            if self._channel is None:
-                self._channel = _start_forking()
             log = null.fileno() if stderr == subprocess.DEVNULL else stderr
             socket.send_fds(self._channel, [json.dumps(request).encode()], [*pass_fds, log])
             while not self._started:
@@ -88,7 +86,6 @@ class EngineForks:
 
     def _read(self, timeout: float | None) -> bool:
         """Take one message; False if there is none before a timeout."""
-        assert self._channel is not None
         if not select.select([self._channel], [], [], timeout)[0]:
             return False
         message = json.loads(self._channel.recv(REQUEST_BYTES))

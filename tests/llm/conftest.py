@@ -12,11 +12,6 @@ def llm():
         yield opened
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forks(forked_engines):
-    """Processes of ranks are forks."""
-
-
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(request):
     """After each test on a shared model, all blocks and rows are free."""

@@ -15,7 +15,7 @@ from tests.tiny_llm import greedy
 from tiercel.errors import EngineDeadError
 from tiercel.params import SamplingParams, StructuredOutputs
 
-pytestmark = pytest.mark.reliability
+pytestmark = [pytest.mark.reliability, pytest.mark.usefixtures("forked_engines")]
 # Long prompts come in chunks, and there are fewer rows than requests.
 SIZES = {"max_num_batched_tokens": 64, "max_num_seqs": 3}
 START = random_ids(150, 1)

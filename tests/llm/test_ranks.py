@@ -26,7 +26,7 @@ from tiercel.ipc.rank_messages import Agreed, Value
 from tiercel.parallel import Group
 from tiercel.params import SamplingParams, StructuredOutputs
 
-pytestmark = pytest.mark.reliability
+pytestmark = [pytest.mark.reliability, pytest.mark.usefixtures("forked_engines")]
 
 
 @pytest.fixture(autouse=True)
@@ -206,6 +206,7 @@ def children():
     return [pid for path in found for pid in path.read_text().split()]
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_rank_that_is_killed_while_it_loads_ends_the_start(model):
     known = set(children())
 
