@@ -130,7 +130,8 @@ DEV void fetch_weights(const Planes& w, const Work& work, int i, u32 slot, u32 b
   fetch_unit(w, unit, slot + X_BYTES + lane * TILE_BYTES, barrier);
 }
 #endif
-// `ahead` is called for each unit.
+// `ahead` is called with 0 before the wait, and with i when i units are multiplied; by `follow` for
+// units that are multiplied later.
 template <class Ahead>
 DEV void produce(const Weights& w, const u8* image, const Work& work, u32 ring, u32 full, int lane,
                  const Ahead& ahead) {
@@ -138,7 +139,6 @@ DEV void produce(const Weights& w, const u8* image, const Work& work, u32 ring, 
   const int early = min(STAGES, work.count);
   image += ((i64)blockIdx.z * work.blocks + work.first) * X_BYTES;
   auto fill = [&](int i, int slot, bool has_image) {
-    ahead(i);
     const u32 at = ring + slot * STAGE_BYTES, bar = full + 8 * slot;
     if (IN_STEP) {  // the arrival below releases what was stored, not copied
       fetch_weights(w, work, i, at, bar, lane);
@@ -154,6 +154,7 @@ DEV void produce(const Weights& w, const u8* image, const Work& work, u32 ring, 
     }
   };
   for (int i = 0; i < early; ++i) fill(i, i, false);
+  ahead(0);
   wait_for_inputs();
   if (lane == 0)
     for (int i = 0; i < early; ++i)
@@ -162,8 +163,17 @@ DEV void produce(const Weights& w, const u8* image, const Work& work, u32 ring, 
     const int slot = i % STAGES;
     mbar_wait(empty + 8 * slot, (i / STAGES - 1) & 1);
     fill(i, slot, true);
+    ahead(i + 1 - STAGES);
   }
 }
+#if HEADS && PREFETCH
+template <class Ahead> DEV void follow(const Work& work, u32 full, const Ahead& ahead) {
+  for (int unit = work.count - min(STAGES, work.count); unit < work.count - 1; ++unit) {
+    mbar_wait(full + 8 * (STAGES + unit % STAGES), unit / STAGES & 1);
+    ahead(unit + 1);
+  }
+}
+#endif
 // Enqueue the products of a batch of a unit.
 DEV void multiply(float (&sum)[TOKENS / 2], const u32* a, u64 tokens, int batch) {
   wg_fence();
@@ -269,6 +279,9 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
 #endif
 #if SCALED
     find_factors(norm, factors, block == 0 && rank == 0, lane);
+#endif
+#if HEADS && PREFETCH
+    follow(work, full, ahead);
 #endif
   } else {
     float sum[TOKENS / 2] = {};

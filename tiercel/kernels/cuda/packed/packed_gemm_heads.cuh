@@ -4,7 +4,8 @@
 // HAS_NORMS, PREFETCH, and those of packed_gemm.cu, whose CTAs have whole heads.
 //
 // PREFETCH: the attention after it is bound by memory, a product is not. So its producers request the
-// first keys and values of each request to the L2, a piece beside each of the first units.
+// first keys and values of each request to the L2: the first pieces behind the first weights, while
+// the kernel ahead ends, the others as units are multiplied, so that no weights wait for them.
 #pragma once
 
 #include "include/shared_ptx.cuh"
