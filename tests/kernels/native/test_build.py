@@ -338,6 +338,10 @@ def test_the_command(tree, capsys):
     assert capsys.readouterr().out.count("bytes") == len(TARGET.variants)
     assert build.main(["--out", out, "--check-symbols"]) == 1
     assert "abi.py differ in " in capsys.readouterr().err
+    (tree / "file").touch()
+    assert build.main(["--out", str(tree / "file/lib")]) == 1
+    shown = f"error: {tree}/file/lib: Not a directory. Check the path and the disk.\n"
+    assert capsys.readouterr().err == shown
     with pytest.raises(SystemExit):
         build.main(["--target", "z80-cpm"])
     assert "x86_64-linux-gnu" in capsys.readouterr().err

@@ -255,6 +255,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InstallationError as error:
         print(f"error: {error} {error.hint}".rstrip(), file=sys.stderr)
         return 1
+    except OSError as error:  # for instance packages of the system, which this user cannot write
+        where = f"{error.filename or options.out}: {error.strerror}"
+        print(f"error: {where}. Check the path and the disk.", file=sys.stderr)
+        return 1
     for library in libraries:
         if not options.quiet:
             print(f"{library}  {library.stat().st_size:,} bytes")
