@@ -51,8 +51,7 @@ class Session:
         self.watch.may_fail = False
         self.watch.origins = (f"{self.stage.base}/",)
         self.page.goto(self.stage.base)
-        # A message sent before the page knows the models names none.
-        expect(self.page.locator("#server-state")).to_have_attribute("data-status", "ready")
+        await_ready(self.page)
         yield self.page
         self.watch.check()
 
@@ -77,6 +76,17 @@ def opened_session() -> Iterator[Session]:
         browser.close()
 
 
+def await_ready(page: Page) -> None:
+    """A message sent before the page knows the models names none."""
+    expect(page.locator("#server-state")).to_have_attribute("data-status", "ready")
+
+
+def reload(page: Page) -> None:
+    """Load the page anew; it is ready as before."""
+    page.reload()
+    await_ready(page)
+
+
 def send(page: Page, text: str) -> None:
     """Type a message and send it."""
     page.fill("#prompt", text)
@@ -84,7 +94,7 @@ def send(page: Page, text: str) -> None:
 
 
 def finish(page: Page) -> None:
-    """Wait for the end of the last answer."""
+    """Wait for the end of the last answer, which the page shows as soon as it is asked for."""
     page.locator(".answer[aria-busy=false]:last-child").wait_for()
 
 

@@ -104,6 +104,7 @@ class Stage:
     read: list[dict[str, Any]] = field(default_factory=list)  # what is said meanwhile, in order
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of chat requests
     num_cancelled: int = 0
+    may_drop: bool = False  # whether the page has read what it may before its connection is lost
     base: str = ""  # http://127.0.0.1:port
 
     def reset(self) -> None:
@@ -114,6 +115,7 @@ class Stage:
         self.read.clear()
         self.bodies.clear()
         self.num_cancelled = 0
+        self.may_drop = False
 
 
 def _error(status: int, type_: str, code: str, message: str, **headers: str) -> JSONResponse:
@@ -209,7 +211,8 @@ class _Answer:
                 yield progress
             for i, delta in enumerate(deltas):
                 if i == 2 and "drop" in self.message:
-                    await asyncio.sleep(0.2)  # a browser forgets what its page has not read yet
+                    while not self.stage.may_drop:
+                        await asyncio.sleep(0.005)
                     raise ConnectionResetError
                 if i == 2 and "short" in self.message:
                     return

@@ -3,6 +3,7 @@
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.patience import wait_for
 from tests.serve.web.browser import ask, send
 
 # Text -> what of it is a formula, as its source between the dollars that stand for its kind.
@@ -131,16 +132,16 @@ def test_copying_gives_the_source(page, stage):
     prose = page.locator(".answer > .prose")
     prose.evaluate("e => document.getSelection().selectAllChildren(e)")
     page.keyboard.press("Control+C")
-    assert page.evaluate(read).split() == ["Let", "$x^2$", "be.", "$$y_1$$", "End."]
+    wait_for(lambda: page.evaluate(read).split() == ["Let", "$x^2$", "be.", "$$y_1$$", "End."])
     prose.locator("p").first.evaluate("""e => {
         const inner = e.querySelector(".katex-html .mord").firstChild;
         document.getSelection().setBaseAndExtent(inner, 0, e.lastChild, 3);
     }""")
     page.keyboard.press("Control+C")
-    assert page.evaluate(read) == "$x^2$ be"  # a formula is copied whole or not at all
+    wait_for(lambda: page.evaluate(read) == "$x^2$ be")  # a formula is copied whole or not at all
     prose.locator(".katex-html").first.evaluate("e => document.getSelection().selectAllChildren(e)")
     page.keyboard.press("Control+C")
-    assert page.evaluate(read) == "$x^2$"
+    wait_for(lambda: page.evaluate(read) == "$x^2$")
     assert page.locator(".copied").count() == 0
 
 
@@ -206,10 +207,20 @@ def test_a_formula_that_is_too_long_stays_source(page):
 
 
 def test_many_formulas_leave_the_page_usable(page):
-    """They are typeset between other work: a message can be written while they are."""
-    page.evaluate(SHOW, " ".join(f"$x_{{{i}}}$" for i in range(1500)))
+    """They are typeset between other work, as that of this timer; a message can be written."""
+    page.evaluate("""() => {
+        window.seen = new Set();
+        const typeset = document.getElementsByClassName("is-typeset");
+        const look = () => {
+            seen.add(typeset.length);
+            if (typeset.length < 200) setTimeout(look);
+        };
+        look();
+    }""")
+    page.evaluate(SHOW, " ".join(f"$x_{{{i}}}$" for i in range(200)))
     page.locator("#prompt").press_sequentially("hello")
-    assert page.locator(".is-typeset").count() < 1500
+    expect(page.locator(".is-typeset")).to_have_count(200)
+    assert page.evaluate("seen.size") > 3
     send(page, "hello")
     expect(page.locator(".answer > .prose")).to_have_text("You said: hello")
 

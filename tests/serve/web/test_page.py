@@ -9,7 +9,9 @@ from playwright.sync_api import Page, expect
 from tests.patience import wait_for
 from tests.serve.web.browser import (
     ask,
+    await_ready,
     finish,
+    reload,
     send,
     start_slow,
 )
@@ -50,8 +52,10 @@ def test_text_shows_while_it_comes_and_stop_ends_it(page, stage):
     text = page.locator(".answer > .prose").inner_text()
     assert "word3" in text
     assert "word400" not in text
-    stats = page.locator(".stats").inner_text()
-    assert re.fullmatch(r"[\d.]+ tokens/s · first token [\d.]+ m?s · \d+ tokens", stats)
+    # What came within a moment, as in a browser that was held up, has no speed.
+    expect(page.locator(".stats")).to_have_text(
+        re.compile(r"^([\d.]+ tokens/s · )?first token [\d.]+ m?s · \d+ tokens$")
+    )
     wait_for(lambda: stage.num_cancelled == 1)  # the server was told
     assert page.locator(".answer > .prose").inner_text() == text
 
@@ -94,10 +98,10 @@ def test_editing_a_question_replaces_what_followed_and_can_be_undone(page, stage
     page.get_by_label("Edit and ask again").first.click()
     expect(page.locator("#prompt")).to_have_value("first")
     assert ask(page, "changed") == "You said: changed"
-    assert page.locator(".question-text").all_inner_texts() == ["changed"]
+    expect(page.locator(".question-text")).to_have_text(["changed"])
     assert len(stage.bodies[-1]["messages"]) == 1
     page.get_by_role("button", name="Undo").click()
-    assert page.locator(".question-text").all_inner_texts() == ["first", "second"]
+    expect(page.locator(".question-text")).to_have_text(["first", "second"])
 
 
 def test_settings_reach_the_request(page, stage):
@@ -120,7 +124,7 @@ def test_settings_reach_the_request(page, stage):
     (body,) = stage.bodies
     assert {name: body[name] for name in fields} == {n: value for n, (_, value) in fields.items()}
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
-    page.reload()
+    reload(page)
     page.click("#open-settings")
     expect(page.locator("#sampling-top_k")).to_have_value("40")
     expect(page.locator("#system")).to_have_value("Be brief.")
@@ -147,7 +151,7 @@ def test_defaults_are_the_servers_or_those_of_the_command_line(page, stage, defa
     """An empty field shows what holds, and is sent only where the server would take another."""
     if defaults is not None:
         stage.cards[0]["sampling_defaults"] = defaults
-    page.reload()
+    reload(page)
     expect(page.locator("#model option")).to_have_count(1)
     page.click("#open-settings")
     for name, text in shown.items():
@@ -165,7 +169,7 @@ def test_defaults_are_the_servers_or_those_of_the_command_line(page, stage, defa
 def test_another_model_has_defaults_of_its_own(page, stage):
     stage.cards[0]["sampling_defaults"] = {"temperature": 0.6, "top_p": 1}
     stage.cards.append({"id": "another"})
-    page.reload()
+    reload(page)
     expect(page.locator("#model option")).to_have_count(2)
     page.click("#open-settings")
     expect(page.locator("#sampling-temperature")).to_have_attribute("placeholder", "0.6")
@@ -234,8 +238,8 @@ def test_half_a_tool_call_is_not_sent_again(page, stage):
 def test_history_outlives_a_reload_and_a_cut_answer_says_so(page):
     ask(page, "think first")
     start_slow(page, "slow second")
-    page.reload()
-    assert page.locator(".question-text").all_inner_texts() == ["think first", "slow second"]
+    reload(page)
+    expect(page.locator(".question-text")).to_have_text(["think first", "slow second"])
     expect(page.locator(".answer > .prose").last).to_contain_text("word3")
     expect(page.locator(".note").last).to_contain_text("The page was closed during this answer.")
     expect(page.locator(".history-title")).to_have_text("think first")
@@ -245,21 +249,22 @@ def test_conversations_are_renamed_deleted_and_restored(page):
     ask(page, "apples")
     page.get_by_role("button", name="New conversation").first.click()
     ask(page, "pears")
-    assert page.locator(".history-title").all_inner_texts() == ["pears", "apples"]
+    expect(page.locator(".history-title")).to_have_text(["pears", "apples"])
     page.locator(".history-open", has_text="apples").hover()
     page.get_by_label("Rename apples").click()
     page.get_by_label("New title").fill("Fruit")
     page.keyboard.press("Enter")
-    assert page.locator(".history-title").all_inner_texts() == ["pears", "Fruit"]
+    expect(page.locator(".history-title")).to_have_text(["pears", "Fruit"])
     page.locator(".history-open", has_text="Fruit").click()
     expect(page.locator("#title")).to_have_text("Fruit")
     expect(page.locator(".question-text")).to_have_text("apples")
     page.get_by_label("Delete Fruit").click()
-    assert page.locator(".history-title").all_inner_texts() == ["pears"]
+    expect(page.locator(".history-title")).to_have_text(["pears"])
     expect(page.locator("#welcome")).to_be_visible()
     page.get_by_role("button", name="Undo").click()
     expect(page.locator(".question-text")).to_have_text("apples")
-    page.reload()
+    reload(page)
+    expect(page.locator(".history-title")).to_have_count(2)
     assert sorted(page.locator(".history-title").all_inner_texts()) == ["Fruit", "pears"]
 
 
@@ -289,8 +294,8 @@ def test_export_and_import_are_a_round_trip(page, tmp_path):
     path = tmp_path / "export.json"
     download.value.save_as(path)
     page.evaluate("localStorage.clear()")
-    page.reload()
-    assert page.locator(".history-title").count() == 0
+    reload(page)
+    expect(page.locator(".history-title")).to_have_count(0)
     page.set_input_files("#import-file", path)
     expect(page.locator("#toast")).to_have_text("1 conversation imported.")
     assert stored(page) == before
@@ -327,13 +332,14 @@ def test_damaged_storage_does_not_stop_the_page(page):
         localStorage.setItem("tiercel.current", "1123456789abcdef01234567");
         localStorage.setItem("tiercel.theme", "sepia");
     }""")
-    page.reload()
+    reload(page)
     assert ask(page, "still here") == "You said: still here"
 
 
 def test_another_tab_sees_what_this_one_does(page, stage):
     other = page.context.new_page()
     other.goto(stage.base)
+    await_ready(other)
     ask(page, "apples")
     expect(other.locator(".history-title")).to_have_text("apples")
     page.bring_to_front()
@@ -355,7 +361,7 @@ def test_a_hostile_answer_does_nothing(page, watch):
     schemes = answer.locator("a").evaluate_all("links => links.map(link => link.protocol)")
     assert set(schemes) <= {"http:", "https:"}
     answer.locator("span", has_text="click").first.click()  # what looked like a link is none
-    page.reload()
+    reload(page)
     page.wait_for_timeout(100)
     assert page.evaluate("window.hacked") is None
     watch.check()
@@ -390,7 +396,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page, stage, watch):
     page.keyboard.press("Enter")
     expect(page.locator("#server-state")).to_have_attribute("data-status", "ready")
     assert ask(page, "hello") == "You said: hello"
-    page.reload()
+    reload(page)
     assert ask(page, "again") == "You said: again"
     assert "secret-1" not in json.dumps(page.evaluate("({...localStorage})"))
 
@@ -424,8 +430,11 @@ def test_a_key_that_is_asked_for_later_does_not_lose_the_message(page, stage, wa
 def test_failures_are_said_and_nothing_is_lost(page, stage, watch, message, words, kept):
     watch.may_fail = True
     send(page, message)
+    if "drop" in message:  # a browser forgets what its page has not read yet
+        expect(page.locator(".answer > .prose")).to_have_text(kept)
+        stage.may_drop = True
     expect(page.locator(".note")).to_contain_text(words)
-    assert page.locator(".answer > .prose").inner_text() == kept
+    expect(page.locator(".answer > .prose")).to_have_text(kept)
     assert ask(page, "hello") == "You said: hello"
     roles = [m["role"] for m in stage.bodies[-1]["messages"]]
     assert roles == (["user", "assistant", "user"] if kept else ["user"])  # roles alternate
@@ -455,6 +464,7 @@ def test_a_dead_server_is_said_and_its_return_noticed(page, watch):
     with running_server(stage):
         watch.origins += (stage.base,)
         page.goto(stage.base)
+        await_ready(page)
         ask(page, "hello")
     send(page, "are you there")
     expect(page.locator(".note.failure")).to_contain_text("The server does not answer.")

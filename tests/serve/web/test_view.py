@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.serve.web.browser import ask, finish, send
+from tests.serve.web.browser import ask, finish, reload, send
 from tests.serve.web.server import HOSTILE, MARKDOWN
 
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
@@ -50,7 +50,7 @@ def test_dark_mode_follows_the_system_and_the_button(page):
     assert ground() == light
     page.get_by_role("button", name="Theme: light").click()
     page.emulate_media(color_scheme="light")
-    page.reload()
+    reload(page)
     assert ground() == dark  # chosen, kept, whatever the system says
     page.get_by_role("button", name="Theme: dark").click()
     assert ground() == light
