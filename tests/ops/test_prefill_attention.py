@@ -50,11 +50,20 @@ def test_cpu_matches_oracle_in_16_bits(requests, dtype):
 SOFTCAP, LSE_TOLERANCE = 0.7, 1e-4
 
 
-@pytest.mark.parametrize(
-    ("window", "softcap"),
-    [(0, 0.0), pytest.param(0, SOFTCAP, marks=pytest.mark.slow), (6, SOFTCAP)],
-)
-@pytest.mark.parametrize("requests", (PLAIN | ITEMS).values(), ids=PLAIN | ITEMS)
+# By default each request without either, or with both.
+WITHOUT_AND_WITH = ((0, 0.0), (6, SOFTCAP))
+SOFTCAP_CASES = [
+    pytest.param(
+        *(requests, window, softcap),
+        marks=[pytest.mark.slow] * ((window, softcap) != WITHOUT_AND_WITH[number % 2]),
+        id=f"{name}-{window}-{softcap}",
+    )
+    for number, (name, requests) in enumerate((PLAIN | ITEMS).items())
+    for window, softcap in ((0, 0.0), (0, SOFTCAP), (6, SOFTCAP))
+]
+
+
+@pytest.mark.parametrize(("requests", "window", "softcap"), SOFTCAP_CASES)
 def test_soft_caps_and_sums_match_oracle(requests, window, softcap, device):
     """The op's own choice of a kernel, and the Triton kernel in parts of one step."""
     case = make_case(requests, (9, 3, 64), 16, torch.float32, device)
