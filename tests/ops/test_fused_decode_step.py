@@ -357,7 +357,7 @@ def test_source_in_any_order_of_warps(build_source, length, name):
 @pytest.mark.parametrize(
     ("name", "masks", "length", "late"),
     [
-        pytest.param("whole", (0,), 70, 120, id="whole"),
+        pytest.param("whole", (0,), 70, 120, id="whole", marks=pytest.mark.slow),
         pytest.param("tiny", (0, ALL_Q6), 70, 120, id="tiny", marks=pytest.mark.slow),
         # One of those that own outputs.
         pytest.param("gemma", SMALL_BLOCKS, 500, 19, id="gemma"),

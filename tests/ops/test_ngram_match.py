@@ -130,16 +130,15 @@ def test_budget_runs_over_many_rows(op, device):
 @pytest.mark.parametrize("op", OPS)
 def test_short_texts_in_wide_rows(op, device):
     """Batches so large that rows are looked at first: with a budget, and with one for all."""
-    for seed in (2, 5):
-        case = make_batch(op, seed, max_rows=2500, max_room=12)
-        narrow = case.arrays["input_ids"]
-        wide = np.full((len(narrow), 4000), POISON)
-        wide[:, : narrow.shape[1]] = narrow
-        case = replace(case, arrays=case.arrays | {"input_ids": wide})
-        for threshold in (len(narrow) // 2, 3 * len(narrow), 10**6):
-            limited, tensors = replace(case, threshold=threshold), case.tensors(device, torch.int32)
-            limited.run(tensors)
-            limited.check(tensors)
+    case = make_batch(op, 2, max_rows=2500, max_room=12)
+    narrow = case.arrays["input_ids"]
+    wide = np.full((len(narrow), 4000), POISON)
+    wide[:, : narrow.shape[1]] = narrow
+    case = replace(case, arrays=case.arrays | {"input_ids": wide})
+    for threshold in (len(narrow) // 2, 3 * len(narrow), 10**6):
+        limited, tensors = replace(case, threshold=threshold), case.tensors(device, torch.int32)
+        limited.run(tensors)
+        limited.check(tensors)
 
 
 @pytest.mark.slow

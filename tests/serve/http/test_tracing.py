@@ -7,7 +7,7 @@ import threading
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.cli.harness import error_line, tiercel
+from tests.cli.harness import error_line
 from tests.serve.harness import NAME, start_server
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -90,6 +90,6 @@ def test_a_dead_collector_costs_nothing(tiny, tmp_path):
         assert server.stop(signal.SIGTERM, seconds=20) == 0
 
 
-def test_an_address_that_is_none_is_refused(tiny):
-    done = tiercel("serve", str(tiny), "--otlp-traces-endpoint", "localhost:4318")
+def test_an_address_that_is_none_is_refused(tiny, here):
+    done = here("serve", str(tiny), "--otlp-traces-endpoint", "localhost:4318")
     assert "--otlp-traces-endpoint localhost:4318" in error_line(done, status=2)

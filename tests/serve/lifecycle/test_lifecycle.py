@@ -307,7 +307,13 @@ def test_sigkill_leaves_nothing_behind(doomed, tiny, log_path):
         process.wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize("arguments", [(), ("-tp", 2)], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="one rank"),
+        pytest.param(("-tp", 2), id="two ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_taken_port_fails_at_once(arguments):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -69,8 +69,8 @@ def test_two_servers_live_side_by_side_and_one_loses_a_rank(tiny, log_path, tmp_
         (["-tp", "two"], 'unable to convert "two" into int'),
     ],
 )
-def test_a_wrong_number_is_one_line(arguments, words):
-    assert words in error_line(tiercel("serve", "missing.gguf", *arguments), status=2)
+def test_a_wrong_number_is_one_line(arguments, words, here):
+    assert words in error_line(here("serve", "missing.gguf", *arguments), status=2)
 
 
 def test_gpus_that_are_not_there_are_one_line(tiny):

@@ -11,11 +11,10 @@ import threading
 import httpx
 import pytest
 
-from tests.cli.harness import tiercel
+from tests.cli.harness import error_line, tiercel
 from tests.patience import PATIENCE_S, wait_for
 from tests.serve.harness import NAME, check_alive, children_of, is_running, start_server
 from tests.serve.lifecycle.test_ranks import CPU_RANKS, processes_of
-from tiercel.cli.main import run
 
 pytestmark = pytest.mark.reliability
 TWO = ("--replicas", 2, "--device", "cpu")
@@ -222,12 +221,8 @@ def test_each_engine_has_ranks_of_its_own(tiny, log_path):
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "65", "two", "1.5"])
-def test_a_wrong_number_is_one_line(number, capsys):
-    assert run(["serve", "missing.gguf", "--replicas", number]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("error: ")
+def test_a_wrong_number_is_one_line(number, here):
+    line = error_line(here("serve", "missing.gguf", "--replicas", number), status=2)
     assert "--replicas" in line
 
 
