@@ -28,7 +28,10 @@ from benchmarks.figures import save
 from tiercel import LLM
 
 PROMPTS = (300, 512, 1008, 4096)
-BATCHES = ((1, 128), (8, 128), (8, 512), (16, 128), (64, 128), (64, 512))  # and prompt tokens
+BATCHES = (  # and prompt tokens
+    *((1, 128), (8, 128), (8, 512), (16, 128)),
+    *((32, 512), (64, 128), (64, 512)),
+)
 REPEATS, TRACED, MOST_KERNELS = 8, 4, 16
 
 
