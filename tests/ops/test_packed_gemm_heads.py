@@ -114,21 +114,25 @@ def product_of_heads(name, head_dim, config, device, *, has_norms, prefetches=Fa
     return outputs, *found
 
 
+def check_two_types(tokens, head_dim, device, *, has_norms):
+    """The op with values of another type, as two launches; the first prefetches."""
+    types = (QuantType.Q4_K, QUERIES + KEYS), (QuantType.Q6_K, KEYS)
+    parts = [make_weight(t, n * head_dim, COLUMNS, device, n) for t, n in types]
+    weights = [prepare_packed(part, Layout.SOA) for part in parts]
+    outputs, angles = make_heads(
+        tokens, head_dim, device, has_norms=has_norms, prefetches=has_norms
+    )
+    x = make_tokens(tokens, COLUMNS, device)
+    q = multiply(x, weights, outputs)
+    check((q, outputs.k_cache, outputs.v_cache), expect(x, parts, outputs, angles))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
 @pytest.mark.parametrize("tokens", [1, 17, 32, 64, 96, 140])
 def test_matches_oracle(tokens, head_dim, has_norms, hopper):
-    """Values of another type too, as two launches."""
-    types = (QuantType.Q4_K, QUERIES + KEYS), (QuantType.Q6_K, KEYS)
-    parts = [make_weight(t, n * head_dim, COLUMNS, hopper, n) for t, n in types]
-    weights = [prepare_packed(part, Layout.SOA) for part in parts]
-    outputs, angles = make_heads(
-        tokens, head_dim, hopper, has_norms=has_norms, prefetches=has_norms
-    )
-    x = make_tokens(tokens, COLUMNS, hopper)
-    q = multiply(x, weights, outputs)
-    check((q, outputs.k_cache, outputs.v_cache), expect(x, parts, outputs, angles))
+    check_two_types(tokens, head_dim, hopper, has_norms=has_norms)
 
 
 @pytest.mark.gpu

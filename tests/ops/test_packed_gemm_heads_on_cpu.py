@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from tests.ops.test_packed_gemm_heads import product_of_heads
+from tests.ops.test_packed_gemm_heads import check_two_types, product_of_heads
 from tiercel.kernels.packed import packed_gemm as kernel
 
 CPU = torch.device("cpu")
@@ -69,6 +69,11 @@ def test_matches_oracle(name, head_dim, options, config, products, monkeypatch):
         count = library.take_prefetched(numbers, 1000)
         requested = list(zip(numbers[:count:2], numbers[1:count:2], strict=True))
         assert sorted(requested) == sorted(pieces_of(outputs) if prefetches else [])
+
+
+@pytest.mark.slow
+def test_values_of_another_type(products):
+    check_two_types(40, 128, CPU, has_norms=True)
 
 
 def pieces_of(outputs):
