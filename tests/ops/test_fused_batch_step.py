@@ -9,6 +9,7 @@ from tests import fused_batch_step_on_cpu
 from tests.fused_batch_step_model import expected_step, make_step
 from tests.fused_layer_tail_model import qwen3_8b
 from tiercel.errors import ArgumentError
+from tiercel.kernels.fused.fused_batch_step import cuda_source
 from tiercel.kernels.fused.fused_batch_step_geometry import (
     SPAN,
     Heads,
@@ -29,7 +30,23 @@ TURNED = ChainShape(1536, 1024, 2560, 1280, 256)
 # Lengths around tiles of 16 keys, rounds of 512 keys and blocks of 64; 0 is padding.
 LENGTHS = [600, 70, 1, 2, 17, 33, 513, 16, 1100, 64, 65, 0, 530, 5, 48, 129]
 SHORT = {"SPAN": 512}  # several parts of a request without thousands of keys
+TYPES = [(), ("v", "down")]  # Q6_K by layer
 POSITIONS = 3 * SPAN  # room for three parts
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """Like `fused_batch_step_on_cpu.build`; a source is compiled once."""
+    known = {}
+
+    def build(tokens, weights, **macros):
+        key = cuda_source(tokens, weights.geometry), tuple(macros)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("source")
+            known[key] = fused_batch_step_on_cpu.build(tokens, weights, folder, **macros)
+        return known[key]
+
+    return build
 
 
 def check(x, caches, step, expected):
@@ -49,37 +66,42 @@ def check(x, caches, step, expected):
             assert torch.equal(flat.nan_to_num(7), untouched.nan_to_num(7))
 
 
+ROWS = [70, 1, 2, 17, 33, 0, 16, 64, 65]
+# Widths, key/value heads, requests, Q6_K by layer, whether heads are normed, SMs, macros.
 CASES = [
-    pytest.param(NARROW, 2, [1100, 1, 513, 40], [(), ("v", "down")], 8, SHORT, id="parts"),
+    pytest.param(NARROW, 2, [1100, 1, 513, 40], TYPES, True, 8, SHORT, id="parts"),
+    pytest.param(SHARED, 1, ROWS, [("v",), (), ()], False, 8, {}, id="sixteen rows"),
     pytest.param(
-        SHARED, 1, [70, 1, 2, 17, 33, 0, 16, 64, 65], [("v",), (), ()], 8, {}, id="sixteen rows"
-    ),
-    pytest.param(TURNED, 2, [33, 70], [("qk",), ()], 32, {}, id="unequal classes"),
-    pytest.param(
-        *(SHARED, 1, LENGTHS, [("v",), ("o", "gate_up"), ()], 16, SHORT),
-        id="sixteen",
+        *(TURNED, 2, LENGTHS[:5], [("qk",), ("o", "gate_up"), ()], False, 32, {}),
+        id="two groups",
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        *(TURNED, 2, LENGTHS, [("v", "down"), ("qk", "v"), ()], 32, SHORT),
-        id="unequal classes, sixteen",
+        *(SHARED, 1, LENGTHS, [("v",), ("o", "gate_up"), ()], True, 16, SHORT),
+        id="parts of sixteen",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        *(TURNED, 2, LENGTHS, [("v", "down"), ("qk", "v"), ()], True, 32, SHORT),
+        id="two groups, parts of sixteen",
         marks=pytest.mark.slow,
     ),
 ]
 
 
-@pytest.mark.parametrize(("shape", "kv_heads", "lengths", "sixes", "num_sms", "macros"), CASES)
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "lengths", "sixes", "has_norms", "num_sms", "macros"), CASES
+)
 def test_source_in_any_order_of_warps(
-    shape, kv_heads, lengths, sixes, num_sms, macros, tmp_path, request
+    shape, kv_heads, lengths, sixes, has_norms, num_sms, macros, build
 ):
     """It is right, and neither the order of warps nor other requests change a bit."""
-    has_norms = "unequal" not in request.node.callspec.id
     step = make_step(
         shape, kv_heads, lengths, sixes, CPU,
         has_norms=has_norms, num_sms=num_sms, positions=POSITIONS,
     )  # fmt: skip
     tokens, own = len(lengths), step.with_caches()
-    library = fused_batch_step_on_cpu.build(tokens, step.weights, tmp_path, **macros)
+    library = build(tokens, step.weights, **macros)
     exchange = own.weights.exchange
     exchange[2].fill_(-2)  # counts wrap around at 2**32
     outputs = shape.attended // 256  # a group of these is published token by token
@@ -100,9 +122,10 @@ def test_source_in_any_order_of_warps(
     assert torch.equal(exchange[3].long(), each[:, None] * added)
 
 
-def test_a_request_has_its_bits_beside_any_others(tmp_path):
-    step = make_step(NARROW, 2, [1100, 70, 513], [(), ()], CPU, num_sms=8, positions=POSITIONS)
-    library = fused_batch_step_on_cpu.build(3, step.weights, tmp_path, **SHORT)
+def test_a_request_has_its_bits_beside_any_others(build):
+    lengths = [1100, 70, 513]
+    step = make_step(NARROW, 2, lengths, TYPES, CPU, num_sms=8, positions=POSITIONS)
+    library = build(3, step.weights, **SHORT)
     found = {}
     for order in ([0, 1, 2], [0], [2, 0]):
         own = step.with_caches()
@@ -112,9 +135,9 @@ def test_a_request_has_its_bits_beside_any_others(tmp_path):
             assert torch.equal(row, found.setdefault(place, row))
 
 
-def test_a_cta_that_is_missing_makes_nan_and_no_hang(tmp_path):
-    step = make_step(NARROW, 2, [70, 1], [(), ()], CPU, num_sms=8)
-    library = fused_batch_step_on_cpu.build(2, step.weights, tmp_path)
+def test_a_cta_that_is_missing_makes_nan_and_no_hang(build):
+    step = make_step(NARROW, 2, [70, 1], TYPES, CPU, num_sms=8)
+    library = build(2, step.weights, **SHORT)
     heads, x, batch = step.some([0, 1])
     fused_batch_step_on_cpu.run(library, heads, x, step.weights, batch, late=6)
     assert x.isnan().any(1).all()
@@ -208,11 +231,10 @@ def test_types_of_layers():
     """The last layer has no q, k and v: its types of them decide nothing."""
     merged = ChainShape(4096, 4096, 12288, 6144)
     last = tail(ChainShape(4096, 4096, 12288, 0), False, False, True, False, False)
-    joined = join_layers(
-        [tail(None, False, False, True, False, True), tail(merged, False, False, True), last],
-        EIGHT_B,
-        132,
-    )
+    mixed = tail(None, False, False, True, False, True)
+    alike = join_layers([mixed, mixed, last], EIGHT_B, 132)
+    assert (alike.always_six, alike.maybe_six) == (0b10100, 0)
+    joined = join_layers([mixed, tail(merged, False, False, True), last], EIGHT_B, 132)
     assert (joined.always_six, joined.maybe_six) == (0b00100, 0b10000)
     assert joined.max_tokens == 16
     assert joined.columns == joined.tail.columns + 16
