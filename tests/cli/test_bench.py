@@ -461,3 +461,11 @@ def test_speed_is_drawn(tmp_path):
 def test_wrong_kernel_options(options, message, capsys):
     assert run(["bench", "kernels", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_kernels_of_deepseek_v4_are_refused(capsys):
+    """It names none, and an empty table would say nothing."""
+    options = ["--decode", "1x100", "--device", "cpu"]
+    assert run(["bench", "kernels", "-m", str(TINY_V4), *options]) == 2
+    error = "error: kernels of deepseek4 are not timed one by one. Use bench speed.\n"
+    assert capsys.readouterr() == ("", error)

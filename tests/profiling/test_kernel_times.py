@@ -102,6 +102,20 @@ def test_a_case_beyond_the_cache_is_refused(tmp_path):
         measure(loaded, [], [AttentionCase(64, 1, 200)])
 
 
+def test_a_window_needs_its_own_blocks_alone(tmp_path):
+    """The pool of sliding layers has no room for whole contexts, which the default cases have."""
+    loaded = load(tiny_model(tmp_path / "m.gguf", "gemma3"), max_num_batched_tokens=64)
+    pools = loaded.engine.runner.pools
+    by_policy = {pool.group.spec.policy: index for index, pool in enumerate(pools)}
+    assert pools[by_policy["sliding"]].num_blocks <= 4 * 4
+    batch = kernel_times._make_batch(loaded, AttentionCase(4, 1, 256))
+    sliding = batch.block_tables[by_policy["sliding"]]
+    assert not sliding[:, :3].any()  # of 64 tokens; the window is 6
+    assert len(set(sliding[:, 3].tolist()) - {0}) == 4
+    full = batch.block_tables[by_policy["full"]]
+    assert len(set(full.flatten().tolist()) - {0}) == 16
+
+
 def test_the_ceiling_is_the_tighter_one():
     ceilings = Ceilings(read_gbps=100.0, tflops=2.0)
     assert KernelTime("", "", 10**6, 0, 20.0, True).of_ceiling(ceilings) == pytest.approx(0.5)

@@ -64,6 +64,11 @@ def bench_kernels(
             max_model_len=max(contexts, default=512) + 1,
             max_num_seqs=max((requests for requests, _ in shapes), default=1),
         )
+        if not loaded.engine.runner.model.timed_products():
+            raise UsageError(
+                f"kernels of {loaded.source.config.arch} are not timed one by one.",
+                hint="Use bench speed.",
+            )
         from tiercel.bench.kernels import KernelReport, KernelRow, kernel_table
         from tiercel.profiling.device_timing import measure_ceilings
         from tiercel.profiling.kernel_times import AttentionCase, measure_kernels

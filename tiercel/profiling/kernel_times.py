@@ -122,17 +122,20 @@ def _time_attention(
 
 
 def _make_batch(loaded: LoadedModel, case: AttentionCase) -> Batch:
-    """Equal requests whose blocks are in random order."""
+    """Equal requests whose blocks are in random order; those before a window are the null block."""
     device, pools = loaded.config.device, loaded.engine.runner.pools
     block_size = loaded.config.block_size
     blocks = -(-case.context // block_size)
-    room = min(pool.num_blocks for pool in pools) - 1
-    if case.requests * blocks > room:
-        raise ArgumentError(
-            f"{case.requests} requests of {case.context} tokens need {case.requests * blocks} "
-            f"blocks of {block_size}; the cache has {room}.",
-            hint="Measure fewer or shorter ones, or give --gpu-memory-utilization more.",
-        )
-    order = 1 + torch.randperm(room)[: case.requests * blocks].view(1, case.requests, blocks)
-    tables = order.expand(len(pools), -1, -1).contiguous().to(device, torch.int32)
-    return make_timing_batch(case.requests, case.queries, case.context, tables)
+    tables = torch.zeros((len(pools), case.requests, blocks), dtype=torch.int32)
+    for table, pool in zip(tables, pools, strict=True):
+        first = pool.group.spec.first_token(case.context - case.queries) // block_size
+        needed, room = case.requests * (blocks - first), pool.num_blocks - 1
+        if needed > room:
+            more = ", or give --gpu-memory-utilization more" if device.type == "cuda" else ""
+            raise ArgumentError(
+                f"{case.requests} requests of {case.context} tokens need {needed} "
+                f"blocks of {block_size}; the cache has {room}.",
+                hint=f"Measure fewer or shorter ones{more}.",
+            )
+        table[:, first:] = 1 + torch.randperm(room)[:needed].view(case.requests, -1)
+    return make_timing_batch(case.requests, case.queries, case.context, tables.to(device))
