@@ -4,7 +4,6 @@ import io
 import math
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -16,6 +15,7 @@ import pytest
 from tests import dsv4_files
 from tests.cli.harness import COMMAND, environment
 from tests.models.test_deepseek_v4_config import FLASH, PRO
+from tests.patience import PATIENCE_S
 from tiercel.cli.main import run
 from tiercel.models.deepseek_v4 import ARCHITECTURE, cache_bytes, read_hf
 from tiercel.models.deepseek_v4_tensors import needed
@@ -56,23 +56,29 @@ def test_the_commands(folder, monkeypatch, capsys):
 def test_the_server(folder):
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-    arguments = SERVE.replace("8000", port).split()[1:]
+    arguments = SERVE.replace("8000", "0").split()[1:]
     server = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=folder, env=environment(**ON_CPU), stderr=subprocess.DEVNULL
-    )
+        [*COMMAND, *arguments], cwd=folder, env=environment(**ON_CPU), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
-        wait_until_ready(f"http://127.0.0.1:{port}/ready", server)
+        url = server.stdout.readline().strip()
+        port = url.rpartition(":")[2]
+        wait_until_ready(f"{url}/ready", server)
         line = CURL.replace("8000", port).replace("curl ", "curl -sS --fail ")
         answer = subprocess.run(
-            ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False
+            ["bash", "-c", line],
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE_S,
+            check=False,
         )
         assert answer.returncode == 0, answer.stderr
         assert '"completion_tokens":4' in answer.stdout.replace(" ", "")
     finally:
         server.terminate()
-        server.wait(60)
+        server.stdout.close()
+        server.wait(PATIENCE_S)
 
 
 def wait_until_ready(url, server):

@@ -12,19 +12,17 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from tiercel.cli.main import run
 
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 def run_forked(arguments):
     """Run one command line in a child; returns its status, output and use of memory."""
     sys.stdout.flush()  # else the child prints the parent's buffered output again
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        start = time.perf_counter()
         child = os.fork()
         if child == 0:
             signal.alarm(LIMIT_S)
@@ -43,7 +41,7 @@ def run_forked(arguments):
             "status": os.waitstatus_to_exitcode(status),
             "stdout": texts[0],
             "stderr": texts[1],
-            "seconds": time.perf_counter() - start,
+            "processor_seconds": usage.ru_utime + usage.ru_stime,
             "peak_bytes": usage.ru_maxrss * 1024,
         }
 

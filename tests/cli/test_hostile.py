@@ -14,7 +14,7 @@ from tests.hostile_files import hostile_files
 pytestmark = [pytest.mark.reliability, pytest.mark.timeout(300)]
 
 MAX_BYTES = 300 << 20  # above the import cost
-MAX_S = 20  # the promise is 2 s; a busy machine gets more
+MAX_S = 20  # of the processor; the promise is 2 s, and a busy machine gets more
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_every_hostile_file_is_refused(folder, name, turn):
         assert result["stderr"].startswith(f"error: {result['name']}: "), result
         assert result["stderr"].count("\n") == 1, result
         assert "internal error" not in result["stderr"], result
-        assert result["seconds"] < MAX_S, result
+        assert result["processor_seconds"] < MAX_S, result
         assert result["above_import_bytes"] < MAX_BYTES, result
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.test_rtc import ARCH, SOURCES
+from tests.patience import PATIENCE_S
 from tiercel.errors import InternalError
 from tiercel.kernels.runtime import rtc
 
@@ -38,7 +39,7 @@ def test_a_cubin_is_compiled_once(compiled, tmp_path):
 def test_several_are_compiled_side_by_side_and_once(compiled, tmp_path):
     """All that are missing are under way before any ends."""
     rtc.load_cubin(SOURCES[0], ARCH, tmp_path)
-    waiting = threading.Barrier(len(SOURCES) - 1, timeout=20)
+    waiting = threading.Barrier(len(SOURCES) - 1, timeout=PATIENCE_S)
     compile_one = rtc.compile_cubin
 
     def compile_cubin(source, arch):

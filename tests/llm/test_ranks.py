@@ -227,11 +227,11 @@ def test_a_rank_that_is_killed_while_it_loads_ends_the_start(model):
 
 
 def test_a_rank_that_hangs_ends_all(model, monkeypatch):
-    monkeypatch.setattr(ranks, "SILENT_S", 0.8)
-    monkeypatch.setattr(ranks, "TICK_S", 0.1)
     llm = open_ranks(model)
     pids = pids_of(llm)
     os.kill(pids[0], signal.SIGSTOP)
+    monkeypatch.setattr(ranks, "SILENT_S", 0.8)  # now: while it starts it may well be silent
+    monkeypatch.setattr(ranks, "TICK_S", 0.1)
     with contextlib.suppress(EngineDeadError):  # where a step waits for it
         llm.generate("a", greedy(2))
     wait_for(lambda: llm._engine._ranks.failure is not None)

@@ -138,7 +138,7 @@ class QueuedClient(FakeClient):
 def test_a_queued_stream_has_comments(monkeypatch, route):
     monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.03)
     client = QueuedClient()
-    client.script = lambda request: [0.2, *updates("ab")]
+    client.script = lambda request: [0.5, *updates("ab")]
     assert stream(route, client).content.count(KEEP_ALIVE) >= 2
 
 

@@ -381,7 +381,7 @@ def test_threads_are_refused_so_that_a_client_goes_on_without():
 def test_pings_while_waiting(monkeypatch):
     monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.03)
     client = FakeClient()
-    client.script = lambda request: [0.2, *says("x")(request)]
+    client.script = lambda request: [0.5, *says("x")(request)]
     _, kinds = read_stream(post({"stream": True}, client))
     assert kinds[:3] == ["message_start", "ping", "ping"]
 

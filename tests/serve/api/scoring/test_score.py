@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.serve.fake_client import SCORED, FakeClient, ask, fake_app, fake_info, running
 from tests.tiny_llm import open_tiny
 from tiercel.request.score_task import skipped_tiles
@@ -190,7 +191,7 @@ def test_a_client_that_leaves_frees_what_it_holds():
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
     assert client.aborted == client.submitted
 
 
