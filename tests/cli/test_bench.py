@@ -420,6 +420,7 @@ def test_what_single_steps_cannot_measure(command, options, message, model, caps
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_speed_of_several_ranks(tmp_path, monkeypatch):
     """The floor is that of all GPUs together."""
     monkeypatch.setenv("TIERCEL_CPU_RANKS", "1")

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from tests.engine_process import Maker, open_client, read
 from tests.tiny_llm import LLAMA, greedy
 from tiercel.async_llm import AsyncLLM
@@ -61,6 +63,7 @@ def slow_steps(monkeypatch, *steps):
     monkeypatch.setenv("TIERCEL_FAULTS", ",".join(f"sleep:0.3@{step}" for step in steps))
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_progress_travels_from_the_engine_process(monkeypatch):
     """100 tokens in steps of 32: reports come after steps 1 to 3, the rest of them slow."""
     slow_steps(monkeypatch, 2, 3)

@@ -178,6 +178,7 @@ def test_the_official_clients_pass_over_what_comes_before_a_slow_first_token(mon
                 assert "".join(events.text_stream) == "a thin man"
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_an_engine_whose_first_step_is_slow(monkeypatch):
     """Prompt steps of a real engine that each take 0.3 s: keep-alives, or their progress."""
     monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.1)

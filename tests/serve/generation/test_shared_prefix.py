@@ -356,6 +356,7 @@ def test_a_client_that_leaves_ends_the_shared_request():
     assert client.aborted == client.submitted
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_the_official_client_with_an_engine_process():
     with (
         thread_server(client=make_client(max_num_batched_tokens=256)) as server,
