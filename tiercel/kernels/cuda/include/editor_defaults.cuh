@@ -59,6 +59,7 @@
 #define IS_SPLIT 1
 #define MEANS 0
 #define NEXT 0
+#define PREFETCH 0
 #define ORDER 4
 #define OUT 0
 #define PARTS 8
