@@ -232,7 +232,7 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
         nonlocal shown
         while text not in shown:
             process.send_signal(signal.SIGINT)
-            while text not in shown and select.select([leader], [], [], 10)[0]:
+            while text not in shown and select.select([leader], [], [], 2)[0]:
                 shown += os.read(leader, 4096)
         read_until(text)
 

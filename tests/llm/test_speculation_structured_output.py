@@ -165,7 +165,7 @@ def test_forms_are_drafted_too(engines, spec):
 
 
 @pytest.mark.parametrize("spec", METHODS)
-@pytest.mark.parametrize("overlap", ["0", "1"])
+@pytest.mark.parametrize("overlap", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_forms_and_free_texts_together(monkeypatch, tmp_path, spec, overlap):
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     every = [

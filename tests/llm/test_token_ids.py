@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.cli.harness import error_line, tiercel
+from tests.cli.harness import error_line
 from tests.hf_models import logits_of, make_model, own_tensors, sample_config, write_folder
 from tests.serve.harness import NAME, start_server
 from tiercel.errors import InvalidRequestError, ModelFormatError
@@ -131,10 +131,10 @@ def test_end_ids_are_ids(own_folder, wrong):
         LLM(own_folder, device="cpu", dtype="float32")
 
 
-def test_commands_say_so_before_they_load_weights(world):
+def test_commands_say_so_before_they_load_weights(world, here):
     for command in (("generate", "--model", world[0], "text"), ("chat", world[0])):
-        assert error_line(tiercel(*command)) == f"error: {REASON}"
-    shown = tiercel("inspect", world[0], "--tokenizer").stdout
+        assert error_line(here(*command)) == f"error: {REASON}"
+    shown = here("inspect", world[0], "--tokenizer").stdout
     assert "token ids alone (no tokenizer.json)" in shown
 
 
