@@ -40,6 +40,7 @@ REPETITIONS = 3
 # The default of each toggle.
 TOGGLES = {
     "TIERCEL_MEGAKERNEL": env.has_megakernel,
+    "TIERCEL_MEGAKERNEL_PAIRS": env.has_megakernel_pairs,
     "TIERCEL_ONE_COPY": env.has_one_copy,
     "TIERCEL_DECODE_CHAIN": env.has_fused_layer_tail,
     "TIERCEL_BATCH_STEP": env.has_batch_step,

@@ -1,18 +1,21 @@
 """Whole decode steps in one launch: Qwen3-8B in Q4_K_M by depth, others at depth 1,024.
 
-Every size that fits in its usual mixture of types, and some in others.
+Every size that fits in its usual mixture of types, and some in others; each with one token, then
+with two of two requests, and Qwen3-8B with two of one. Two tokens must have the bits that each has
+alone; their peer are two launches of one.
 
     python -m benchmarks.fused_decode_step --out benchmarks/results/decode_step_h200.json
 
-Floor: the weights of all layers, keys and values of the context once. Embedding, last norm and
-output matrix are not part of it; benchmarks/e2e_decode.py has whole steps.
+Floor: the weights of all layers once, keys and values of each request's context once. Embedding,
+last norm and output matrix are not part of it; benchmarks/e2e_decode.py has whole steps.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from tiercel.batch import Batch
 from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK_TOKENS,
     MATRICES,
+    MOST_STEP_TOKENS,
     StepGeometry,
     make_geometry,
     make_mask,
@@ -45,6 +49,7 @@ from tiercel.reference import fused_decode_step as oracle
 MAIN = "qwen3-8b"
 DEPTHS = (0, 1024, 8192, 32767)
 DEPTH = 1024  # of the other sizes
+PAIRS = ((1, 1), (2, 2), (2, 1))  # tokens, requests
 OTHER_MIXTURES = {
     "qwen3-8b": ("Q8_0", "Q4_0", "IQ4_XS"),
     "qwen3-4b": ("Q8_0", "Q4_0", "IQ4_XS"),
@@ -72,11 +77,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A token at depth `depth`."""
+    """One token or two, at depth `depth` or, the second of a request, one more."""
 
     x: Tensor
     caches: FusedDecodeStepCaches
     batch: Batch
+    alone: tuple[Inputs, ...] = ()  # each of its tokens
 
 
 def find_geometry(name: str, mixture: str) -> StepGeometry:
@@ -115,47 +121,89 @@ def make_model(name: str, mixture: str, device: torch.device) -> Model:
     biases = [torch.zeros(shape.q_size + 2 * shape.kv_size, device=device)] * layers
     norms = [ones] * (4 if shape.has_update_norms else 2) * layers
     weights = builder.finish(
-        norms, head_norms, biases if is_biased else [], (rope, rope), eps=EPS, scale=SCALE
+        norms,
+        head_norms,
+        biases if is_biased else [],
+        (rope, rope),
+        eps=EPS,
+        scale=SCALE,
+        most_tokens=MOST_STEP_TOKENS,
     )
     return Model(weights, parts)
 
 
-def make_inputs(model: Model, depth: int, device: torch.device, seed: int) -> Inputs:
-    """A context whose blocks are in any order."""
+def make_inputs(
+    model: Model, depth: int, device: torch.device, seed: int, tokens: int = 1, requests: int = 1
+) -> Inputs:
+    """Contexts whose blocks are in any order: of each token its own, or one of all."""
     sizes = model.geometry.shape
     generator = torch.Generator(device).manual_seed(seed)
-    needed = depth // BLOCK_TOKENS + 1
+    each = tokens // requests  # new tokens of a request
+    needed = (depth + each - 1) // BLOCK_TOKENS + 1
 
     def plane() -> Tensor:
-        shape = (needed + 1, BLOCK_TOKENS, sizes.num_kv_heads, sizes.head_dim)
+        blocks = requests * needed + 1
+        shape = (blocks, BLOCK_TOKENS, sizes.num_kv_heads, sizes.head_dim)
         return torch.randn(shape, dtype=torch.float16, device=device, generator=generator)
 
-    table = torch.randperm(needed, device=device, generator=generator).int() + 1
-    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    order = torch.randperm(requests * needed, device=device, generator=generator).int() + 1
+    tables = order.view(requests, needed)
+    zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
+    places = [(token // each, depth + token % each) for token in range(tokens)]
+    slots = [
+        tables[request, place // BLOCK_TOKENS].long() * BLOCK_TOKENS + place % BLOCK_TOKENS
+        for request, place in places
+    ]
     batch = Batch(
-        input_ids=zero,
-        positions=zero,
-        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=device),
-        seq_lens=zero + depth + 1,
-        rows=zero,
-        logits_rows=zero,
-        slot_mapping=(table[-1:].long() * BLOCK_TOKENS + depth % BLOCK_TOKENS)[None],
-        block_tables=table[None, None],
-        query_lens=(1,),
-        context_lens=(depth + 1,),
-        num_tokens=1,
-        num_reqs=1,
-        max_query_len=1,
-        max_seq_len=depth + 1,
+        input_ids=zeros,
+        positions=zeros,
+        cu_seqlens_q=torch.arange(0, tokens + 1, each, dtype=torch.int32, device=device),
+        seq_lens=zeros[:requests] + depth + each,
+        rows=torch.arange(requests, dtype=torch.int32, device=device),
+        logits_rows=zeros,
+        slot_mapping=torch.stack(slots)[None],
+        block_tables=tables[None],
+        query_lens=(each,) * requests,
+        context_lens=(depth + each,) * requests,
+        num_tokens=tokens,
+        num_reqs=requests,
+        max_query_len=each,
+        max_seq_len=depth + each,
     )
     k, v = ([plane() for _ in range(sizes.num_layers)] for _ in range(2))
     caches = prepare_caches(model.geometry, k, v)
-    x = torch.randn(1, sizes.hidden_size, device=device, generator=generator)
-    return Inputs(x, caches, batch)
+    x = torch.randn(tokens, sizes.hidden_size, device=device, generator=generator)
+    together = Inputs(x, caches, batch)
+    return replace(together, alone=tuple(split_tokens(together)))
+
+
+def split_tokens(inputs: Inputs) -> list[Inputs]:
+    """Each token alone; of one request the second finds the first in the cache."""
+    batch, tokens = inputs.batch, inputs.batch.num_tokens
+    each, found = tokens // batch.num_reqs, []
+    for token in range(tokens):
+        request, one = token // each, slice(token, token + 1)
+        length = batch.context_lens[request] - (each - 1 - token % each)
+        alone = replace(
+            batch,
+            input_ids=batch.input_ids[one],
+            positions=batch.positions[one],
+            cu_seqlens_q=batch.cu_seqlens_q[:2] // each,
+            seq_lens=torch.full_like(batch.seq_lens[:1], length),
+            rows=batch.rows[request : request + 1],
+            slot_mapping=batch.slot_mapping[:, one].contiguous(),
+            query_lens=(1,),
+            context_lens=(length,),
+            num_tokens=1,
+            num_reqs=1,
+            max_query_len=1,
+        )
+        found.append(Inputs(inputs.x[one], inputs.caches, alone))
+    return found
 
 
 class OracleLayers:
-    """Layers as the oracle reads them, decoded one at a time."""
+    """Layers as the oracle reads them for one token, decoded one at a time."""
 
     def __init__(self, model: Model, inputs: Inputs) -> None:
         self.model, self.inputs = model, inputs
@@ -179,62 +227,82 @@ class OracleLayers:
         dense |= dict(zip(names_of_norms, norms, strict=False))
         if weights.head_norms is not None:
             dense |= dict(zip(("q_norm", "k_norm"), weights.head_norms[layer], strict=True))
-        depth = int(inputs.batch.seq_lens[0]) - 1
+        depth = inputs.batch.context_lens[0] - 1
         slides = bool(shape.sliding) and shape.sliding[layer]
         first = max(0, depth + 1 - shape.window) if slides else 0
-        blocks = inputs.batch.block_tables[0, 0].long()
+        blocks = inputs.batch.block_tables[0, inputs.batch.rows[0]].long()
         for name, planes in (("keys", inputs.caches.k), ("values", inputs.caches.v)):
             dense[name] = planes[layer][blocks].flatten(0, 1)[first:depth]
         return dense
 
 
-def make_case(name: str, mixture: str, depth: int, device: torch.device) -> Case:
+def step(name: str, mixture: str, inputs: Inputs) -> Tensor:
+    """The launch."""
+    weights = make_model(name, mixture, inputs.x.device).weights
+    return fused_decode_step(inputs.x, weights, inputs.caches, inputs.batch)
+
+
+def find_error(name: str, mixture: str, inputs: Inputs) -> float:
+    """The largest error of a token; infinite if one has other bits than it has alone."""
+    model = make_model(name, mixture, inputs.x.device)
+    out = step(name, mixture, inputs).clone()
+    turn, shape, errors = model.weights.ropes[0][0], model.geometry.shape, []
+    for alone, row in zip(inputs.alone, out, strict=True):
+        if not torch.equal(step(name, mixture, alone)[0], row):
+            return math.inf
+        layers = OracleLayers(model, alone)
+        expected, _ = oracle.fused_decode_step(
+            alone.x[0], layers, turn, EPS, SCALE, activation=shape.activation
+        )
+        errors.append(relative_error(row, expected))
+    return max(errors)
+
+
+def make_case(
+    name: str, mixture: str, depth: int, device: torch.device, tokens: int = 1, requests: int = 1
+) -> Case:
     """One size, mixture and depth."""
     geometry = find_geometry(name, mixture)
     sizes = geometry.shape
     sliding = sizes.sliding or (False,) * sizes.num_layers
     keys = sum(min(depth + 1, sizes.window) if slides else depth + 1 for slides in sliding)
-    kv_bytes = 2 * sizes.kv_size * 2 * keys
+    kv_bytes = 2 * sizes.kv_size * 2 * keys * requests
+    of_tokens = f" tokens={tokens} requests={requests}" if tokens > 1 else ""
 
-    def run(inputs: Inputs) -> Tensor:
-        weights = make_model(name, mixture, device).weights
-        return fused_decode_step(inputs.x, weights, inputs.caches, inputs.batch)
-
-    def check(inputs: Inputs) -> float:
-        model = make_model(name, mixture, device)
-        out = fused_decode_step(inputs.x, model.weights, inputs.caches, inputs.batch)
-        layers, turn = OracleLayers(model, inputs), model.weights.ropes[0][0]
-        activation = sizes.activation
-        expected, _ = oracle.fused_decode_step(
-            inputs.x[0], layers, turn, EPS, SCALE, activation=activation
-        )
-        return relative_error(out[0], expected)
+    def run_apart(inputs: Inputs) -> list[Tensor]:
+        return [step(name, mixture, alone) for alone in inputs.alone]
 
     return Case(
-        name=f"{name} {mixture} depth={depth}",
-        make=lambda seed: make_inputs(make_model(name, mixture, device), depth, device, seed),
-        run=run,
-        check=check,
+        name=f"{name} {mixture} depth={depth}{of_tokens}",
+        make=lambda seed: make_inputs(
+            make_model(name, mixture, device), depth, device, seed, tokens, requests
+        ),
+        run=functools.partial(step, name, mixture),
+        check=functools.partial(find_error, name, mixture),
         # Codes of 8 bits that fall on the other side, over all layers. Norms of updates make each
         # layer's as large as the residual: 1e-6 of x becomes 2e-2 in 18 layers of Gemma 3 270M.
         tolerance=2e-1 if sizes.has_update_norms else 5e-2,
         num_bytes=StreamLayout(geometry).num_bytes + kv_bytes,
+        peer=run_apart if tokens > 1 else None,
+        peer_name="one token after the other" if tokens > 1 else "",
         max_sets=1,
     )
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """Yield one Case per depth of Qwen3-8B, one per other size that fits, then other mixtures."""
+    """Yield Cases per depth of Qwen3-8B, per other size that fits, then of other mixtures."""
     if device.type == "cpu":
         raise SystemExit("fused_decode_step: this kernel runs on a GPU.")
     others = [name for name in SHAPES if name != MAIN]
     for name in [MAIN, *others]:
         if refuse_shape(decoder_shape(name)) is None:
             for depth in DEPTHS if name == MAIN else (DEPTH,):
-                yield make_case(name, SHAPES[name].mixture, depth, device)
+                for tokens, requests in PAIRS if name == MAIN else PAIRS[:2]:
+                    yield make_case(name, SHAPES[name].mixture, depth, device, tokens, requests)
     for name, mixtures in OTHER_MIXTURES.items():
         for mixture in mixtures:
-            yield make_case(name, mixture, DEPTH, device)
+            for tokens, requests in PAIRS[:2]:
+                yield make_case(name, mixture, DEPTH, device, tokens, requests)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,15 @@ class Model:
 
 
 def make_model(
-    masks, shape=None, device="cpu", seed=0, *, has_qk_norm=True, has_bias=False, spread=1.5
+    masks,
+    shape=None,
+    device="cpu",
+    seed=0,
+    *,
+    has_qk_norm=True,
+    has_bias=False,
+    spread=1.5,
+    most_tokens=1,
 ):
     """Random layers of a shape, every second one full; spread: of the weights of norms."""
     shape = replace(shape or make_shape(), num_layers=len(masks))
@@ -132,7 +140,9 @@ def make_model(
         layers.append(layer)
     angles = torch.rand(POSITIONS, shape.head_dim // 2, device=device, generator=generator) * 6.3
     ropes = tuple(torch.stack((turns.cos(), turns.sin()), dim=1) for turns in (angles, 3 * angles))
-    weights = builder.finish(norms, head_norms, biases, ropes, eps=EPS, scale=SCALE)
+    weights = builder.finish(
+        norms, head_norms, biases, ropes, eps=EPS, scale=SCALE, most_tokens=most_tokens
+    )
     return Model(weights, layers)
 
 

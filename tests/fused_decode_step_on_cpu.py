@@ -25,10 +25,15 @@ MAP_BYTES = 128
 
 
 def build(
-    geometry: StepGeometry, folder: Path, *, has_qk_norm: bool, has_bias: bool = False
+    geometry: StepGeometry,
+    folder: Path,
+    *,
+    has_qk_norm: bool,
+    has_bias: bool = False,
+    tokens: int = 1,
 ) -> ctypes.CDLL:
     """Compile the source with the headers that replace a GPU; skip where that is impossible."""
-    source = kernel.cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias)
+    source = kernel.cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias, tokens=tokens)
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     before, after = ("".join(part.read_text() for part in parts) for parts in (DEVICE, RUN))
     text = macros + before + read_kernel(source.name) + after
@@ -70,7 +75,8 @@ def run_ranks(
 ) -> list[Tensor]:
     """Like `ops.fused_decode_step` on each GPU of those that share a model; see `run`."""
     caches = [_caches_of(one, len(ranks)) for one in ranks]
-    exchanges = [torch.full_like(one.weights.exchange, kernel.EXCHANGE_EMPTY) for one in ranks]
+    words = [x.shape[0] * kernel.exchange_words(one.weights.geometry) for one in ranks]
+    exchanges = [torch.full((size,), kernel.EXCHANGE_EMPTY, dtype=torch.int32) for size in words]
     outs = [torch.full_like(x, float("nan")) for _ in ranks]
     args = [
         _args_of(x, out, one.weights, exchange, batch)

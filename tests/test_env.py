@@ -216,6 +216,11 @@ SWITCHES = {
     "EXACT": (env.is_exact, False, {}),
     "INT8_ACTIVATIONS": (env.has_int8_activations, True, {}),
     "MEGAKERNEL": (env.has_megakernel, True, {"EXACT": "1", "INT8_ACTIVATIONS": "0"}),
+    "MEGAKERNEL_PAIRS": (
+        env.has_megakernel_pairs,
+        False,
+        {"MEGAKERNEL": "0", "EXACT": "1", "INT8_ACTIVATIONS": "0"},
+    ),
     "ONE_COPY": (
         env.has_one_copy,
         False,

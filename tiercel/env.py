@@ -20,6 +20,16 @@ _SWITCHES = tuple(
         *("BLOCK_KERNEL", "LINEAR_GROUP", "FUSED_GEMM_NORM", "FUSED_GEMM_HEADS"),
         *("ATTENTION_IMAGE", "ONE_COPY", "MEGAKERNEL", "DECODE_CHAIN", "BATCH_STEP"),
         *("INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
+        *("BLOCK_KERNEL", "LINEAR_GROUP", "FUSED_GEMM_NORM", "ONE_COPY"),
+        *(
+            "MEGAKERNEL",
+            "MEGAKERNEL_PAIRS",
+            "DECODE_CHAIN",
+            "INT8_ACTIVATIONS",
+            "EXACT",
+            "OVERLAP",
+            "PREFIX_CACHE",
+        ),
         *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MOE_GEMM", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL"),
         *("COMPRESS_KERNEL", "NATIVE"),
@@ -224,6 +234,14 @@ def has_megakernel() -> bool:
     """
     is_on = read_flag("TIERCEL_MEGAKERNEL", default=True)
     return is_on and has_int8_activations() and not is_exact()
+
+
+def has_megakernel_pairs() -> bool:
+    """Whether ``TIERCEL_MEGAKERNEL_PAIRS`` lets that step take two tokens.
+
+    Off until it is timed on a GPU. What forbids the step of one token forbids it too.
+    """
+    return read_flag("TIERCEL_MEGAKERNEL_PAIRS", default=False) and has_megakernel()
 
 
 def has_one_copy() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.hf_models import own_tensors, sample_config, write_folder
 from tests.mtp_model import mtp_model
 from tests.packed_weights import LAYOUTS
 from tests.tiny_llm import greedy, open_tiny
+from tiercel.kernels.fused.fused_decode_step import exchange_words
 from tiercel.layers import fused_decode_step as layers
 from tiercel.layers.attention import Attention, AttentionShape
 from tiercel.layers.linear import Linear
@@ -215,6 +217,47 @@ def test_each_layer_is_found_through_its_own_tables():
     step.bind_cache(planes, (1, 0, 1))
     assert step.groups == (0, 1)  # the second layer alone is full
     assert [plane.data_ptr() for plane in step.caches.v] == [p["v"].data_ptr() for p in planes]
+
+
+@pytest.mark.parametrize("most_tokens", [1, 2])
+def test_steps_that_the_kernel_takes(most_tokens):
+    """One token, and where it takes pairs two of one request or of two, but no more requests."""
+    shape = make_shape(hidden=512, inner=512, heads=4, kv_heads=2, head_dim=64)
+    step = layers.FusedDecodeStep(make_model((0,), shape, most_tokens=most_tokens).weights)
+    single, others = (1, 1, 1), ((2, 1, 2), (2, 2, 1), (2, 2, 2), (3, 3, 1), (0, 0, 0))
+
+    def taken(items=None):
+        return [
+            found
+            for found in (single, *others)
+            if step.supports(
+                SimpleNamespace(
+                    num_tokens=found[0], num_reqs=found[1], max_query_len=found[2], items=items
+                )
+            )
+        ]
+
+    assert taken() == []  # without a cache
+    plane = torch.zeros(2, 64, 2, 64, dtype=torch.float16)
+    step.bind_cache([{"k": plane, "v": plane}], (0,))
+    assert taken() == [single, *others[: 2 * (most_tokens - 1)]]
+    assert taken(items=object()) == []
+
+
+@pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_pairs_must_be_asked_for(switch, monkeypatch):
+    monkeypatch.setenv("TIERCEL_MEGAKERNEL_PAIRS", switch)
+    model = make_model((0,))
+    layer = make_layer(model.layers[0], model.weights.ropes[0])
+    step = layers.make_fused_decode_step([layer], SHAPE, EPS, CPU)
+    if switch == "1":
+        assert (step.no_pairs, step.weights.most_tokens) == (None, 2)
+    else:
+        assert step.no_pairs.reason.endswith("TIERCEL_MEGAKERNEL_PAIRS=1 uses it")
+        assert step.weights.most_tokens == 1
+    words = exchange_words(step.weights.geometry)
+    assert len(step.weights.exchange) == words * step.weights.most_tokens
 
 
 def test_the_layer_that_drafts_is_one_too(tmp_path, monkeypatch):

@@ -80,10 +80,16 @@ HAS_BIAS = ("qwen2", "tiny")
 HAS_QK_NORM = ("whole", "rows", "slices", "wide", "gemma", "gemmas")
 
 
-def make_sized(name, masks, device="cpu"):
+def make_sized(name, masks, device="cpu", most_tokens=1):
     """A model of one of SHAPES."""
-    is_normed, is_biased = name in HAS_QK_NORM, name in HAS_BIAS
-    return make_model(masks, SHAPES[name], device, has_qk_norm=is_normed, has_bias=is_biased)
+    return make_model(
+        masks,
+        SHAPES[name],
+        device,
+        has_qk_norm=name in HAS_QK_NORM,
+        has_bias=name in HAS_BIAS,
+        most_tokens=most_tokens,
+    )
 
 
 def make_batch(length, device, *, num_blocks=0, row=2, position=5):

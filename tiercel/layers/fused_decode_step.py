@@ -1,4 +1,4 @@
-"""All layers of a decoder as one kernel for a step of a single token.
+"""All layers of a decoder as one kernel for a step of a single token, or of two.
 
 Its weights are in the order in which it reads them: a second copy, made from the layers that serve
 all other steps, or the only one, which those read too (`TIERCEL_ONE_COPY`). Where ranks share the
@@ -27,6 +27,7 @@ from tiercel.ops.fused_decode_step import (
     fused_decode_step,
     prepare_caches,
     refuse_device,
+    refuse_pairs,
     refuse_shape,
     refuse_sharing,
     select_geometry,
@@ -54,10 +55,15 @@ class StepLayer(Struct, frozen=True):
 
 
 class FusedDecodeStep:
-    """Runs one token of one request; see ops/fused_decode_step.py."""
+    """Runs one token, or two; see ops/fused_decode_step.py.
 
-    def __init__(self, weights: FusedDecodeStepWeights) -> None:
+    Attributes:
+        no_pairs: why it takes no two tokens; None if it does.
+    """
+
+    def __init__(self, weights: FusedDecodeStepWeights, no_pairs: Refusal | None = None) -> None:
         self.weights = weights
+        self.no_pairs = no_pairs
         self.caches: FusedDecodeStepCaches | None = None  # set by bind_cache
         self.groups = (0, 0)  # of full layers and of sliding ones
 
@@ -72,11 +78,15 @@ class FusedDecodeStep:
         self.groups = (of_kind.get(False, groups[0]), of_kind.get(True, groups[0]))
 
     def supports(self, batch: Batch) -> bool:
-        """Whether a batch is one token without items to score."""
-        return batch.num_tokens == 1 and batch.items is None and self.caches is not None
+        """Whether a batch is one token, or two if it takes them, without items to score."""
+        tokens = batch.num_tokens
+        if batch.items is not None or self.caches is None or tokens > self.weights.most_tokens:
+            return False
+        # Of two requests each has one: none is padding without a token.
+        return tokens == 1 or (tokens == 2 and batch.num_reqs * batch.max_query_len == 2)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: (1, hidden) float32. Returns the residual after the last layer, of the same shape."""
+        """x: (T, hidden) float32. Returns the residual after the last layer, of the same shape."""
         assert self.caches is not None, "supports() is True"
         return fused_decode_step(x, self.weights, self.caches, batch, self.groups)
 
@@ -128,17 +138,18 @@ def make_fused_decode_step(
         if layer.attention.qkv.bias is not None:
             biases.append(layer.attention.qkv.bias.float())
     attention = layers[0].attention
-    return FusedDecodeStep(
-        made.finish(
-            norms,
-            head_norms,
-            biases,
-            _rope_tables(layers, shape),
-            eps=eps,
-            scale=attention.shape.scale,
-            memory=memory,
-        )
+    no_pairs = refuse_pairs(made.geometry)
+    weights = made.finish(
+        norms,
+        head_norms,
+        biases,
+        _rope_tables(layers, shape),
+        eps=eps,
+        scale=attention.shape.scale,
+        memory=memory,
+        most_tokens=2 if no_pairs is None else 1,
     )
+    return FusedDecodeStep(weights, no_pairs)
 
 
 class _Plan(Struct, frozen=True):

@@ -113,7 +113,7 @@ class Decoder:
         self.last_update_norm = builder.last_update_norm()
         self.norm = builder.norm("norm")
         self.head = builder.head()
-        # One kernel for a single token, where it fits.
+        # One kernel for a single token, or two, where it fits.
         step = builder.fused_step(self.layers, self.last_update_norm, builder.step)
         self.fused_decode_step: FusedDecodeStep | None = None if isinstance(step, Refusal) else step
         # From attention to attention in one kernel for a few tokens, where it fits.
@@ -123,7 +123,12 @@ class Decoder:
             name: made.reason if isinstance(made, Refusal) else USED
             for name, made in zip(FUSED_PATHS, (step, chain), strict=True)
         }
-        log_fused_paths(self.fused_paths, is_gpu=weights.device.type == "cuda")
+        is_gpu = weights.device.type == "cuda"
+        log_fused_paths(self.fused_paths, is_gpu=is_gpu)
+        if self.fused_decode_step is not None:
+            no_pairs = self.fused_decode_step.no_pairs
+            outcome = USED if no_pairs is None else no_pairs.reason
+            log_fused_paths({"fused_decode_step of two tokens": outcome}, is_gpu=is_gpu)
         # All layers as one call of the native library, on a CPU that has it.
         self.native_layers: NativeDecoderLayers | None = builder.native_layers(
             self.layers, self.last_update_norm

@@ -1,4 +1,4 @@
-"""All layers of a dense decoder for one new token of one request, in one call."""
+"""All layers of a dense decoder for one new token, or two, in one call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
     BLOCK,
     BLOCK_TOKENS,
     MATRICES,
+    MOST_STEP_TOKENS,
     READ_TYPES,
 )
 from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape as DecoderShape
 from tiercel.kernels.fused.fused_decode_step_geometry import StepGeometry as StepGeometry
+from tiercel.kernels.fused.fused_decode_step_geometry import refuse_pairs as refuse_pairs
 from tiercel.kernels.fused.fused_decode_step_geometry import refuse_shape as refuse_shape
 from tiercel.kernels.fused.fused_decode_step_geometry import select_geometry as select_geometry
 from tiercel.kernels.fused.fused_decode_step_rows import RowTable
@@ -115,6 +117,7 @@ class FusedDecodeStepWeights(Struct, frozen=True):
         memory: in which ranks that share the model exchange sums; all make the same calls in the
             same order. None for one GPU.
         passed: (CTAs,) int32, layers of all calls so far; None for one GPU.
+        most_tokens: of a call: 1 or 2.
     """
 
     stream: StepStream
@@ -129,6 +132,7 @@ class FusedDecodeStepWeights(Struct, frozen=True):
     scale: float
     memory: SymmetricMemory | None = None
     passed: Tensor | None = None
+    most_tokens: int = 1
 
     @property
     def geometry(self) -> StepGeometry:
@@ -212,6 +216,7 @@ class FusedDecodeStepBuilder:
         eps: float,
         scale: float,
         memory: SymmetricMemory | None = None,
+        most_tokens: int = 1,
     ) -> FusedDecodeStepWeights:
         """Weights with everything else that a step reads; on a GPU the kernel is loaded.
 
@@ -223,10 +228,13 @@ class FusedDecodeStepBuilder:
             eps: of all norms.
             scale: of the scores.
             memory: from `share_memory`, where several GPUs share the model.
+            most_tokens: of a call; 2 only where `refuse_pairs` has no reason.
         """
         device = self.stream.data.device
+        assert 1 <= most_tokens <= MOST_STEP_TOKENS, "registers"
         assert (self.geometry.shape.ranks > 1) == (memory is not None), "ranks exchange sums"
         self.stream.forget_orders()
+        words = most_tokens * kernel.exchange_words(self.geometry)
         weights = FusedDecodeStepWeights(
             self.stream,
             self.stream.layout.starts.to(device),
@@ -235,15 +243,20 @@ class FusedDecodeStepBuilder:
             torch.stack(list(head_norms)).unflatten(0, (-1, 2)) if head_norms else None,
             torch.stack(list(biases)) if biases else None,
             ropes,
-            torch.empty(kernel.exchange_words(self.geometry), dtype=torch.int32, device=device),
+            torch.empty(words, dtype=torch.int32, device=device),
             eps,
             scale,
             memory,
             None if memory is None else torch.zeros(CTAS, dtype=torch.int32, device=device),
+            most_tokens,
         )
-        if device.type == "cuda":
+        for tokens in range(1, most_tokens + 1 if device.type == "cuda" else 1):
             kernel.load_fused_decode_step(
-                self.geometry, device, has_qk_norm=bool(head_norms), has_bias=bool(biases)
+                self.geometry,
+                device,
+                has_qk_norm=bool(head_norms),
+                has_bias=bool(biases),
+                tokens=tokens,
             )
         return weights
 
@@ -310,7 +323,10 @@ def fused_decode_step(
     batch: Batch,
     groups: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Pass one token through all layers; its keys and values go to the cache.
+    """Pass one token or two through all layers; their keys and values go to the cache.
+
+    Two are of two requests, or neighbours of one, of which the second sees the first. Each has the
+    bits that it has alone.
 
     Inputs of matrices are rounded to 8 bits with one scale for 32, sums are exact within 32, then
     float32. Queries, keys, values and attention's weights are float16. The result has the same bits
@@ -318,29 +334,31 @@ def fused_decode_step(
     time on a device: activations travel through `weights.exchange`.
 
     Args:
-        x: (1, hidden) float32, the embedding of the token.
+        x: (T, hidden) float32, the embeddings of the tokens.
         weights: from `FusedDecodeStepBuilder`.
         caches: from `prepare_caches`.
-        batch: one request with one token; lengths, blocks and slot are read on the device.
+        batch: with T tokens, of one request or of T; lengths, blocks and slots are read on the
+            device.
         groups: the cache groups of full layers and of sliding ones.
 
     Returns:
-        (1, hidden) float32, the residual before the last norm; NaN if a launch could not end.
+        (T, hidden) float32, the residual before the last norm; NaN if a launch could not end.
 
     Raises:
         ArgumentError: x or the batch is another.
     """
-    hidden = weights.geometry.shape.hidden_size
-    if x.shape != (1, hidden) or x.dtype != torch.float32 or batch.num_tokens != 1:
-        raise ArgumentError(
-            f"fused_decode_step: x is {tuple(x.shape)} {x.dtype} for {batch.num_tokens} tokens.",
-            hint=f"Pass one token: (1, {hidden}) float32.",
-        )
+    _check_tokens(x, weights, batch)
+    tokens = batch.num_tokens
     if not x.is_cuda:
         assert weights.memory is None, "of one process"
-        return _fused_decode_step_torch(x[0], weights, caches, batch, groups)[None]
+        rows = [
+            _fused_decode_step_torch(x[token], weights, caches, batch, groups, token)
+            for token in range(tokens)
+        ]
+        return torch.stack(rows)
     out = torch.empty_like(x)
-    weights.exchange.fill_(kernel.EXCHANGE_EMPTY)
+    exchange = weights.exchange[: tokens * kernel.exchange_words(weights.geometry)]
+    exchange.fill_(kernel.EXCHANGE_EMPTY)
     args = kernel.make_args(
         x.contiguous(),
         out,
@@ -352,7 +370,7 @@ def fused_decode_step(
         weights.head_norms,
         weights.bias,
         weights.ropes,
-        weights.exchange,
+        exchange,
         batch.positions,
         batch.seq_lens,
         batch.rows,
@@ -370,8 +388,20 @@ def fused_decode_step(
         x.device,
         has_qk_norm=weights.head_norms is not None,
         has_bias=weights.bias is not None,
+        tokens=tokens,
     )
     return out
+
+
+def _check_tokens(x: Tensor, weights: FusedDecodeStepWeights, batch: Batch) -> None:
+    hidden, tokens = weights.geometry.shape.hidden_size, batch.num_tokens
+    is_right = x.shape == (tokens, hidden) and x.dtype == torch.float32
+    if not is_right or not 1 <= tokens <= weights.most_tokens or batch.num_reqs not in (1, tokens):
+        raise ArgumentError(
+            f"fused_decode_step: x is {tuple(x.shape)} {x.dtype} for {tokens} tokens of "
+            f"{batch.num_reqs} requests.",
+            hint=f"Pass (T, {hidden}) float32, T up to {weights.most_tokens}, of 1 or T requests.",
+        )
 
 
 # ---- on a CPU
@@ -396,10 +426,12 @@ def _activated(gate: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.silu(gate)
 
 
-def _cached_slots(batch: Batch, group: int, window: int) -> Tensor:
-    """Slots of the earlier tokens that a layer sees."""
-    tables = batch.block_tables[group, batch.rows[0]]
-    length = int(batch.seq_lens[0])
+def _cached_slots(batch: Batch, group: int, window: int, token: int) -> Tensor:
+    """Slots of the earlier tokens that a token sees in a layer."""
+    request = token if batch.num_reqs > 1 else 0
+    behind = batch.num_tokens - 1 - token if batch.num_reqs == 1 else 0
+    tables = batch.block_tables[group, batch.rows[request]]
+    length = int(batch.seq_lens[request]) - behind
     tokens = torch.arange(max(0, length - window) if window else 0, length - 1)
     slots: Tensor = tables[tokens // BLOCK_TOKENS].long() * BLOCK_TOKENS + tokens % BLOCK_TOKENS
     return slots
@@ -411,8 +443,9 @@ def _fused_decode_step_torch(
     caches: FusedDecodeStepCaches,
     batch: Batch,
     groups: tuple[int, int],
+    token: int,
 ) -> Tensor:
-    """The kernel's arithmetic, matrix by matrix."""
+    """The kernel's arithmetic for a token, matrix by matrix; those before it have passed."""
     shape = weights.geometry.shape
     sliding = shape.sliding or (False,) * shape.num_layers
     all_norms = weights.norms.unflatten(0, (shape.num_layers, -1))
@@ -435,9 +468,9 @@ def _fused_decode_step_torch(
             rows = [row + bias for row, bias in zip(rows, biases, strict=True)]
         kind = int(sliding[layer])
         window = shape.window if kind else 0
-        slots = _cached_slots(batch, groups[kind], window)
-        slot = int(batch.slot_mapping[groups[kind], 0])
-        turn = weights.ropes[kind][int(batch.positions[0])]
+        slots = _cached_slots(batch, groups[kind], window, token)
+        slot = int(batch.slot_mapping[groups[kind], token])
+        turn = weights.ropes[kind][int(batch.positions[token])]
         x = updated(x, times("o", _attend(rows, weights, caches, layer, turn, slots, slot)), 0)
         h = _norm(x, norms[1], weights.eps)
         gate, up = times("gate_up", h).unflatten(0, (-1, 2)).unbind(1)

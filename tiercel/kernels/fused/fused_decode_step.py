@@ -1,4 +1,6 @@
-"""All layers of a dense decoder for one new token in one launch (cuda/fused_decode_step.cu).
+"""All layers of a dense decoder for one new token, or two, in one launch.
+
+The source is cuda/fused/fused_decode_step.cu.
 
 128 CTAs hold a whole SM each and hand activations to each other through memory: 6 exchanges a
 layer. They must run side by side, so the launch is cooperative: the driver refuses it where they
@@ -45,7 +47,7 @@ _WORD_BYTES = 8  # of an output of o or down, with the count of layers
 
 
 def exchange_words(geometry: StepGeometry) -> int:
-    """32-bit words that activations travel through; their order is in the source."""
+    """32-bit words that activations of a token travel through; their order is in the source."""
     shape = geometry.shape
     inputs = 2 * shape.hidden_size + shape.q_size + shape.intermediate_size
     partials = shape.q_size // RECORD * geometry.splits * 9
@@ -59,11 +61,12 @@ def peer_bytes(shape: DecoderShape) -> int:
 
 
 def cuda_source(
-    geometry: StepGeometry, *, has_qk_norm: bool, has_bias: bool = False
+    geometry: StepGeometry, *, has_qk_norm: bool, has_bias: bool = False, tokens: int = 1
 ) -> rtc.KernelSource:
-    """The kernel of a model's shape."""
+    """The kernel of a model's shape for steps of some tokens, at most MOST_STEP_TOKENS."""
     shape = geometry.shape
     macros = [
+        ("TOKENS", tokens),
         ("LAYERS", shape.num_layers),
         ("HIDDEN", shape.hidden_size),
         ("INNER", shape.intermediate_size),
@@ -104,7 +107,7 @@ def shares_table(geometry: StepGeometry) -> list[list[int]]:
 
 @functools.cache
 def _structures(
-    num_layers: int, ranks: int = 1
+    num_layers: int, ranks: int = 1, tokens: int = 1
 ) -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
     """Args and Caches of the source."""
     args = [
@@ -119,6 +122,8 @@ def _structures(
         ("score_scale", ctypes.c_float),
         ("types", ctypes.c_uint32 * num_layers),
     ]
+    if tokens > 1:
+        args.append(("requests", ctypes.c_int))
     if ranks > 1:
         args += [("tp_rank", ctypes.c_int), ("peers", ctypes.c_void_p * ranks)]
         args.append(("passed", ctypes.c_void_p))
@@ -133,10 +138,15 @@ def _structures(
 
 
 def load_fused_decode_step(
-    geometry: StepGeometry, device: torch.device, *, has_qk_norm: bool, has_bias: bool
+    geometry: StepGeometry,
+    device: torch.device,
+    *,
+    has_qk_norm: bool,
+    has_bias: bool,
+    tokens: int = 1,
 ) -> None:
-    """Compile and load what `launch_fused_decode_step` launches."""
-    source = cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias)
+    """Compile and load what `launch_fused_decode_step` launches for a number of tokens."""
+    source = cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias, tokens=tokens)
     rtc.load_kernel(source, device, SMEM_BYTES)
 
 
@@ -179,8 +189,8 @@ def make_args(
     """Args of the source. It holds addresses alone: the tensors must outlive the launch.
 
     Args:
-        x: (1, hidden) float32.
-        out: (1, hidden) float32.
+        x: (T, hidden) float32, of one token or two.
+        out: (T, hidden) float32.
         stream: (bytes,) uint8, see `fused_decode_step_stream`.
         starts: (CTAS, GROUPS) int64, where each group begins in it.
         shares: (CTAS, 1 + most pairs) int32, `shares_table`.
@@ -190,12 +200,13 @@ def make_args(
         head_norms: (layers, 2, head_dim) float32, q and k; None for a model without.
         bias: (layers, rows of q, k and v) float32; None for a model without.
         ropes: (positions, 2, head_dim / 2) float32, of full layers and of sliding ones.
-        exchange: (`exchange_words`,) int32, filled with `EXCHANGE_EMPTY` on this stream.
-        position: (1,) int32.
-        seq_len: (1,) int32, with the new token, at most MOST_TOKENS.
-        row: (1,) int32, of block_tables.
+        exchange: (T * `exchange_words`,) int32, filled with `EXCHANGE_EMPTY` on this stream.
+        position: (T,) int32.
+        seq_len: (R,) int32, with the new tokens, at most MOST_TOKENS. One request has all of them,
+            or each has one.
+        row: (R,) int32, of block_tables.
         block_tables: (rows, blocks) int32, of both.
-        slots: (1,) int64 of the new token, of both; negative writes nothing.
+        slots: (T,) int64 of the new tokens, of both; negative writes nothing.
         eps: of all norms.
         scale: of the scores.
         memory: `peer_bytes` of every rank, zeros before the first launch; None for one GPU.
@@ -205,11 +216,12 @@ def make_args(
     sliding = geometry.shape.sliding or (False,) * num_layers
     types = [mask | int(slides) << 18 for mask, slides in zip(geometry.masks, sliding, strict=True)]
     assert block_tables[0].shape == block_tables[1].shape, "of one batch"
+    tokens, requests = x.shape[0], seq_len.shape[0]
     ranks: tuple[Any, ...] = ()
     if memory is not None and passed is not None:
         addresses = (ctypes.c_void_p * len(memory.addresses))(*memory.addresses)
         ranks = (memory.rank, addresses, passed.data_ptr())
-    return _structures(num_layers, geometry.shape.ranks)[0](
+    return _structures(num_layers, geometry.shape.ranks, tokens)[0](
         *(tensor.data_ptr() for tensor in (stream, starts, shares, norms)),
         *(0 if tensor is None else tensor.data_ptr() for tensor in (head_norms, bias)),
         *(tensor.data_ptr() for tensor in (*ropes, x, out, exchange, position, seq_len, row)),
@@ -218,6 +230,7 @@ def make_args(
         eps,
         scale * LOG2_E,
         (ctypes.c_uint32 * num_layers)(*types),
+        *((requests,) if tokens > 1 else ()),
         *ranks,
     )
 
@@ -230,6 +243,7 @@ def launch_fused_decode_step(
     *,
     has_qk_norm: bool,
     has_bias: bool,
+    tokens: int = 1,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
 
@@ -240,7 +254,8 @@ def launch_fused_decode_step(
         device: of all tensors.
         has_qk_norm: whether q and k have norms.
         has_bias: whether q, k and v have biases.
+        tokens: of `args`.
     """
-    source = cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias)
+    source = cuda_source(geometry, has_qk_norm=has_qk_norm, has_bias=has_bias, tokens=tokens)
     kernel = rtc.load_kernel(source, device, SMEM_BYTES)
     rtc.launch(kernel, CTAS, THREADS, [args, caches], is_cooperative=True)

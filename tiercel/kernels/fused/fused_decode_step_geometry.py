@@ -42,6 +42,8 @@ SPLIT_TILES = 1024  # of a key/value head, for each group of warps: a context of
 MOST_TOKENS = TILE_KEYS * GROUPS * SPLIT_TILES  # of a context
 MOST_COLUMNS = 8192  # of the inputs of qkv, o, gate and up: shared memory
 MOST_PARTS = 12  # groups of 32 pairs of a CTA: barriers
+MOST_STEP_TOKENS = 2  # of a launch: their activations fill the registers
+PAIR_SPLITS = 2  # CTAs of a team that two tokens need: with one, shared memory lacks room
 MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
 ACTIVATIONS = ("silu", "gelu_tanh")
 MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask
@@ -387,6 +389,19 @@ def _refuse_untimed(geometry: StepGeometry) -> Refusal | None:
     if not found or env.has_untimed_step():
         return None
     return Refusal(f"not timed on a GPU with {found}; TIERCEL_MEGAKERNEL=1 uses it")
+
+
+def refuse_pairs(geometry: StepGeometry) -> Refusal | None:
+    """Why the kernel takes no two tokens of a model that it runs; None if it does. Pure."""
+    ranks = geometry.shape.ranks
+    if ranks > 1:
+        return Refusal(f"sums over {ranks} GPUs are those of one token")
+    if geometry.splits < PAIR_SPLITS:
+        teams = geometry.shape.num_kv_heads * geometry.sharers
+        return Refusal(f"{teams} groups of query heads leave no shared memory for two tokens")
+    if not env.has_megakernel_pairs():
+        return Refusal("not timed on a GPU; TIERCEL_MEGAKERNEL_PAIRS=1 uses it")
+    return None
 
 
 def _refuse_types(kinds: Sequence[str], columns: int) -> str:

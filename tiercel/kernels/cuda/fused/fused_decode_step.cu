@@ -1,4 +1,4 @@
-// fused_decode_step: all layers of a dense decoder for one new token, in one launch. Layouts:
+// fused_decode_step: all layers of a dense decoder for one or two new tokens, in one launch. Layouts:
 // `Args` and `Layout` of fused_decode_step_exchange.cuh. Why each part is as it is:
 // docs/notes/fused_decode_step.md. Host side: ops/fused_decode_step.py.
 //
@@ -22,7 +22,11 @@
 // NaN. So a step ends even if CTAs do not run side by side.
 // Several GPUs that share a model: fused_decode_step_ranks.cuh.
 //
-// Macros: LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, HAS_UPDATE_NORMS, IS_GELU (else SiLU),
+// Two tokens (TOKENS) of one request or of two: a unit of weights is decoded once and multiplied by
+// both, all else is done for each, in the order in which it is done for one token. So each has the
+// bits that it has alone.
+//
+// Macros: TOKENS, LAYERS, HIDDEN, INNER, HAS_QK_NORM, HAS_BIAS, HAS_UPDATE_NORMS, IS_GELU (else SiLU),
 // TYPES (a bit each that a matrix has), CTAS, GROUPS of GROUP_WARPS warps,
 // HEAD (its width), KV_HEADS, SHARERS (groups of query heads of a key/value head), HEADS (query heads
 // of such a group), SPLITS (its CTAs), TILE (keys of a tile, 8 for each warp of a group), PAGE (tokens
@@ -47,20 +51,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     *computing = 0;
     store_shared<u32>(smem + Layout::LOST, 0), store_shared<u32>(smem + Layout::START, now);
 #pragma unroll
-    for (int i = 0; i < (WINDOW ? 2 : 1); ++i) {
-      const u64 slot = i ? *g.slot_sliding : *g.slot;
-      store_shared<u32>(smem + Layout::NEW_SLOT + 8 * i, (u32)slot);
-      store_shared<u32>(smem + Layout::NEW_SLOT + 8 * i + 4, (u32)(slot >> 32));
+    for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+      for (int i = 0; i < (WINDOW ? 2 : 1); ++i) {
+        const u64 slot = i ? g.slot_sliding[t] : g.slot[t];
+        const u32 to = smem + Layout::NEW_SLOT + t * Sizes::SLOTS + 8 * i;
+        store_shared<u32>(to, (u32)slot);
+        store_shared<u32>(to + 4, (u32)(slot >> 32));
+      }
+      store_shared<u32>(smem + Layout::NUM_KEYS + 4 * t, keys_before(g, t));
     }
-    store_shared<u32>(smem + Layout::NUM_KEYS, *g.seq_len - 1);
     count_layers(g, smem);
   }
   if (tid < HEAD) {
-    const long long at = (long long)*g.position * HEAD + tid;
-    store_shared<u32>(smem + Layout::ROPE + 4 * tid, __float_as_uint(g.rope[at]));
-    if (WINDOW)
-      store_shared<u32>(smem + Layout::ROPE + 4 * (HEAD + tid),
-                        __float_as_uint(g.rope_sliding[at]));
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      const long long at = (long long)g.position[t] * HEAD + tid;
+      const u32 to = smem + Layout::ROPE + t * Sizes::ROPE + 4 * tid;
+      store_shared<u32>(to, __float_as_uint(g.rope[at]));
+      if (WINDOW) store_shared<u32>(to + 4 * HEAD, __float_as_uint(g.rope_sliding[at]));
+    }
   }
   if (tid <= GATEUP_PARTS)
     store_shared<u32>(smem + Layout::SHARES + 4 * tid, g.shares[(1 + GATEUP_PARTS) * cta + tid]);
@@ -68,12 +78,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (warp >= WARPS) {
 #pragma unroll
-    for (int i = 0; i < (WINDOW ? 2 : 1); ++i) {
-      const Ends ends = make_ends(smem, i);
-      int* blocks = blocks_of(memory, group, i);
-      const int* table = (i ? g.tables_sliding : g.block_tables) + (long long)*g.row * g.max_blocks;
-      const int tiles = ends.attends() ? tiles_of(ends, group) : 0;
-      for (int it = lane; it < tiles; it += 32) blocks[it] = table[tile_of(ends, group, it) * TILE / PAGE];
+    for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+      for (int i = 0; i < (WINDOW ? 2 : 1); ++i) {
+        const Ends ends = make_ends(smem, i, t);
+        int* blocks = blocks_of(memory, group, i, t);
+        const int* table = (i ? g.tables_sliding : g.block_tables) +
+                           (long long)g.row[request_of(g, t)] * g.max_blocks;
+        const int tiles = ends.attends() ? tiles_of(ends, group) : 0;
+        for (int it = lane; it < tiles; it += 32)
+          blocks[it] = table[tile_of(ends, group, it) * TILE / PAGE];
+      }
     }
     if (lane < RING) {
       mbar_init(ring.full + 8 * lane, 1), mbar_init(ring.empty + 8 * lane, GROUP_WARPS);
@@ -90,13 +105,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   take_registers();
   Taker taker = {ring, 0, 0};
   // The first warp of group i, lane l: element l of this CTA's part i of the residual stream, in a
-  // register for the whole step.
+  // register for the whole step; the second warp that of the second token.
   float residual = 0;
   const int part = cta + CTAS * (warp / GROUP_WARPS);
-  if (warp % GROUP_WARPS == 0 && part < HIDDEN / 32) {
-    residual = g.x_in[32 * part + lane];
-    publish(g.exchange + records_at(QKV) + 3 * part, smem + Layout::SCRATCH + 8 * warp, residual,
-            g.norms[32 * part + lane], true, 0, lane);
+  if (makes_records(warp) && part < HIDDEN / 32) {
+    residual = g.x_in[token_of(warp) * HIDDEN + 32 * part + lane];
+    publish(exchange_of(g, token_of(warp)) + records_at(QKV) + 3 * part, scratch_of(smem, warp),
+            residual, g.norms[32 * part + lane], true, 0, lane);
   }
   const int gateup_parts = load_shared<u32>(smem + Layout::SHARES);
   uint4 ahead = {};
@@ -105,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int layer = phase >> 2, kind = phase & 3;
     const int own = lane_id();
     float norm = 0;  // weight of the norm that follows, fetched long before it is needed
-    if (!FINISHES_LATER && warp % GROUP_WARPS == 0 &&
+    if (!FINISHES_LATER && makes_records(warp) &&
         (kind == O_PROJ || (kind == DOWN && layer < LAYERS - 1))) {
       const u32 at = 32 * (blockIdx.x + CTAS * (warp / GROUP_WARPS)) + own;
       if (at < HIDDEN)

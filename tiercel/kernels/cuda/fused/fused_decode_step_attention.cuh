@@ -18,17 +18,18 @@ DEV void load_head_norms(const Args& g, u32 smem, int layer, int i) {
   }
 #endif
 }
-// Rows of q, k, v of this CTA's heads arrive as words: warps 0 .. HEADS - 1 take a query head each,
-// the next two the new key and the new value; lane l has elements 4 l .. 4 l + 3 of each 128 (of heads
-// of 64 two lanes have the same). They norm and rotate, leave fp16 in shared memory, and one CTA
-// writes the new key and value to the cache.
+// Rows of q, k, v of a token and this CTA's heads arrive as words: warps 0 .. HEADS - 1 take a query
+// head each, the next two the new key and the new value; lane l has elements 4 l .. 4 l + 3 of each
+// 128 (of heads of 64 two lanes have the same). They norm and rotate, leave fp16 in shared memory, and
+// one CTA writes the new key and value to the cache.
 DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer, int warp, int lane,
                        const Ends& ends) {
   constexpr int VECTORS = HEAD > 128 ? HEAD / 128 : 1, LANES = HEAD / (4 * VECTORS);
   const int part = lane & (LANES - 1);
   u16* plane = nullptr;
   if (warp >= HEADS && ends.split == 0 && ends.head % SHARERS == 0) {
-    const u32 at = smem + Layout::NEW_SLOT + (ends.slides ? 8 : 0);
+    const u32 at =
+        smem + Layout::NEW_SLOT + (ends.slides ? 8 : 0) + ends.token * Sizes::SLOTS;
     const long long slot = (long long)load_shared<u64>(at);
     // 64-bit: slots * 1024 elements pass 2^31.
     if (slot >= 0)
@@ -36,7 +37,7 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
   }
   const int row = warp < HEADS ? (ends.head * HEADS + warp) * HEAD
                                : Q_ROWS + (warp - HEADS) * KV_ROWS + ends.kv_head() * HEAD;
-  const uint4* rows = g.exchange + ROWS_AT + row / 4 + part;
+  const uint4* rows = exchange_of(g, ends.token) + ROWS_AT + row / 4 + part;
   uint4 raw[VECTORS];
 #pragma unroll
   for (int k = 0; k < VECTORS; ++k) raw[k] = load_relaxed(rows + 32 * k);
@@ -45,7 +46,7 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
   biases += ((Q_ROWS + 2 * KV_ROWS) * layer + row) / 4 + part;
 #endif
   // The CTA had all inputs of these rows.
-  const float rms = make_rms(input_of(smem, QKV, 0).squares, g.eps, lane);
+  const float rms = make_rms(squares_of(input_of(smem, QKV, 0).squares, ends.token), g.eps, lane);
   const u32 tag = layer & 3;
   float v[VECTORS][4];
 #pragma unroll
@@ -80,7 +81,8 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
       v[k][2] *= r * __uint_as_float(w.z), v[k][3] *= r * __uint_as_float(w.w);
     }
 #endif
-    const u32 table = smem + Layout::ROPE + (ends.slides ? 4 * HEAD : 0);
+    const u32 table =
+        smem + Layout::ROPE + (ends.slides ? 4 * HEAD : 0) + ends.token * Sizes::ROPE;
     const u32 turns = table + 16 * (VECTORS > 1 ? part : part & (LANES / 2 - 1));
     const uint4 c = load_shared<uint4>(turns), s = load_shared<uint4>(turns + 2 * HEAD);
     const u32 cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
@@ -96,9 +98,10 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
       }
     }
   }
-  const u32 to = smem + 8 * part + (warp < HEADS    ? Layout::QUERY + warp * Sizes::QUERY_PITCH
-                                    : warp == HEADS ? Layout::NEW_K
-                                                    : Layout::NEW_V);
+  const u32 query = Layout::QUERY + ends.token * Sizes::QUERIES, fresh = ends.token * Sizes::NEW;
+  const u32 to = smem + 8 * part + (warp < HEADS    ? query + warp * Sizes::QUERY_PITCH
+                                    : warp == HEADS ? Layout::NEW_K + fresh
+                                                    : Layout::NEW_V + fresh);
 #pragma unroll
   for (int k = 0; k < VECTORS; ++k) {
     const u32 lo = pack(v[k][0], v[k][1]), hi = pack(v[k][2], v[k][3]);
@@ -107,8 +110,15 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
   }
 }
 
+DEV u32 warp_sums_of(u32 smem, int token) {
+  return smem + Layout::WARP_SUMS + token * Sizes::WARP_SUMS;
+}
 // Outputs of a warp's tiles: column 2 (l % 4) and the next of lane l are heads, rows dimensions.
 struct Outputs { float o[HEAD / 16][4]; };
+// Of a warp's 8 in a tile.
+DEV int first_key(const Ends& ends, int group, int warp, int it) {
+  return tile_of(ends, group, it) * TILE + 8 * (warp % GROUP_WARPS);
+}
 // This warp's share of the tiles, 8 keys of each: scores as q K^T (query heads in rows 0 to 7; at
 // most 4 are there twice), outputs as V^T P^T, whose columns are heads; so P needs no transposition.
 // Leaves (maximum, sum) of each head in shared memory.
@@ -118,7 +128,8 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
   const int own = HEADS > 4 ? lane & 7 : lane & 3, head = own < HEADS ? own : HEADS - 1;
   // Of heads of 256 the outputs leave no registers for queries.
   constexpr bool KEEPS_Q = HEAD <= 128;
-  const u32 query = smem + Layout::QUERY + head * Sizes::QUERY_PITCH + chunk * 16;
+  const u32 query = smem + Layout::QUERY + ends.token * Sizes::QUERIES + head * Sizes::QUERY_PITCH +
+                    chunk * 16;
   u32 q[KEEPS_Q ? HEAD / 32 : 1][4];
 #pragma unroll
   for (int j = 0; KEEPS_Q && j < HEAD / 32; ++j) load_matrices<false>(q[j], query + 64 * j);
@@ -128,14 +139,21 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
   for (int i = 0; i < HEAD / 16; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
   float most = START_MAX, sum = 0;
   const int tiles = tiles_of(ends, group);
+  // Of two tokens of one request the second's tiles have the first's key and value, which may not be
+  // in the cache yet: they are read where the new ones are.
+  const int fresh = TOKENS > 1 && ends.token && is_one_request(g) ? ends.num_keys - 1 : -1;
   // The new token is a tile of one key, of one warp.
 #pragma unroll 1
   for (int it = warp == 0 && ends.split == 0 ? -1 : 0; it < tiles; ++it) {
     const bool is_new = it < 0;
+    // Whether this lane's key is one of NEW_K, and where that begins.
+    const bool is_fresh =
+        TOKENS == 1 ? is_new : is_new || first_key(ends, group, warp, it) + (lane & 7) == fresh;
+    const u32 own_new = smem + (TOKENS > 1 && is_new ? ends.token * Sizes::NEW : 0);
     // A slot is boxes of 64 dimensions, [key][128 bytes], 16-byte chunks swizzled by TMA.
-    const u32 box = is_new ? 128 : TILE * 128, swizzle = is_new ? 0 : lane & 7;
-    const u32 offset = is_new ? 0 : (8 * (warp % GROUP_WARPS) + (lane & 7)) * 128;
-    const int first = tile_of(ends, group, it) * TILE + 8 * (warp % GROUP_WARPS);
+    const u32 box = is_fresh ? 128 : TILE * 128, swizzle = is_fresh ? 0 : lane & 7;
+    const u32 offset = is_fresh ? 0 : (8 * (warp % GROUP_WARPS) + (lane & 7)) * 128;
+    const int first = first_key(ends, group, warp, it);
     const int valid = is_new ? 1 : ends.num_keys - first;
     const int lowest = WINDOW && !is_new ? ends.first_key - first : 0;
     auto sees = [&](int key) { return key < valid && (!WINDOW || key >= lowest); };
@@ -148,7 +166,8 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
 #pragma unroll
     for (int part = 0; part < TILE_SLOTS; ++part) {
       const int k_slot = is_new ? 0 : taker.take();
-      const u32 k_at = is_new ? smem + Layout::NEW_K + 256 * part : taker.ring.data + k_slot * SLOT;
+      const u32 k_at =
+          is_fresh ? own_new + Layout::NEW_K + 256 * part : taker.ring.data + k_slot * SLOT;
 #pragma unroll
       for (int j = 0; j < HEAD / 32 / TILE_SLOTS; ++j) {
         u32 k[4];
@@ -184,7 +203,8 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
 #pragma unroll
     for (int part = 0; part < TILE_SLOTS; ++part) {
       const int v_slot = is_new ? 0 : taker.take();
-      const u32 v_at = is_new ? smem + Layout::NEW_V + 256 * part : taker.ring.data + v_slot * SLOT;
+      const u32 v_at =
+          is_fresh ? own_new + Layout::NEW_V + 256 * part : taker.ring.data + v_slot * SLOT;
 #pragma unroll
       for (int j = 0; j < HEAD / 32 / TILE_SLOTS; ++j) {
         const int at = 2 * (HEAD / 32 / TILE_SLOTS * part + j);
@@ -199,7 +219,7 @@ DEV Outputs attend(const Args& g, u32 smem, Taker& taker, int group, int warp, i
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
   if (row < HEADS && (lane & 3) == 0) {
-    const u32 at = smem + Layout::WARP_SUMS + (warp * HEADS + row) * 8;
+    const u32 at = warp_sums_of(smem, ends.token) + (warp * HEADS + row) * 8;
     store_shared<u32>(at, __float_as_uint(most)), store_shared<u32>(at + 4, __float_as_uint(sum));
   }
   return outputs;
@@ -258,8 +278,8 @@ DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, c
   constexpr int HEAD_PARTS = HEAD / 32, HEADS_AT_ONCE = Sizes::HEADS_AT_ONCE;
   const int head = warp / HEAD_PARTS, part = lane & 15;
   if (head >= HEADS_AT_ONCE || first + head >= HEADS) return;
-  const u32 at =
-      smem + Layout::WARP_SUMS + ((part < active ? part : 0) * HEADS + first + head) * 8;
+  const u32 at = warp_sums_of(smem, ends.token) +
+                 ((part < active ? part : 0) * HEADS + first + head) * 8;
   const float most = __uint_as_float(load_shared<u32>(at));
   const float own = __uint_as_float(load_shared<u32>(at + 4));
   const Shares shares = make_shares<16>(most, part < active ? own : 0.f);
@@ -281,14 +301,15 @@ DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, c
     uint4 out = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                            (__float_as_uint(v[3]) & ~3u) | (layer & 3));
     const int record = (ends.head * HEADS + first) * HEAD_PARTS + warp;
-    store_relaxed(g.exchange + PARTIALS_AT + PARTIAL * (record * SPLITS + ends.split) + lane, out);
+    uint4* partials = exchange_of(g, ends.token) + PARTIALS_AT;
+    store_relaxed(partials + PARTIAL * (record * SPLITS + ends.split) + lane, out);
   }
 }
-// One warp merges the partial outputs of 32 elements: lane l has elements 4 (l % 8) and on of parts
+// One warp merges the partial outputs of 32 elements of a token: lane l has elements 4 (l % 8) and on of parts
 // l / 8 + 4 j, and maximum and sum of part l. Returns element l.
-DEV float merge_partials(const Args& g, u32 smem, int layer, int record, int lane) {
+DEV float merge_partials(const Args& g, u32 smem, int layer, int token, int record, int lane) {
   constexpr int ROUNDS = (SPLITS + 3) / 4, LANES = SPLITS > 16 ? 32 : 16;
-  const uint4* parts = g.exchange + PARTIALS_AT + record * SPLITS * PARTIAL;
+  const uint4* parts = exchange_of(g, token) + PARTIALS_AT + record * SPLITS * PARTIAL;
   const uint4* from = parts + (lane >> 3) * PARTIAL + (lane & 7);
   const int own_part = lane & (LANES - 1);
   const bool has_part = SPLITS == LANES || own_part < SPLITS;
@@ -328,27 +349,42 @@ DEV float merge_partials(const Args& g, u32 smem, int layer, int record, int lan
 
 DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int warp, int lane,
                    Taker& taker) {
-  const Ends ends = make_ends(smem, slides(g, layer));
+  Ends ends = make_ends(smem, slides(g, layer), 0);
   if (ends.attends()) {
+#if TOKENS == 1
     if (warp <= HEADS + 1) receive_heads(g, caches, smem, layer, warp, lane, ends);
+#else
+#pragma unroll
+    for (int at = 0; at < TOKENS * (HEADS + 2); at += WARPS) {
+      const int token = warp + at >= HEADS + 2, own = warp + at - token * (HEADS + 2);
+      if (own <= HEADS + 1)
+        receive_heads(g, caches, smem, layer, own, lane, make_ends(smem, ends.slides, token));
+    }
+#endif
     bar_sync(2, CONSUMERS);
     if (warp == 0 && lane == 0) store_shared<u32>(smem + Layout::COMPUTING, phase_of(layer, QKV) + 1);
-    const Outputs outputs = attend(g, smem, taker, warp / GROUP_WARPS, warp, lane, ends);
-    int busy = 1;  // groups; those without a tile have added nothing
-    while (busy < GROUPS && tiles_of(ends, busy)) ++busy;
+#pragma unroll 1
+    for (int token = 0; token < TOKENS; ++token) {
+      if (token) ends = make_ends(smem, ends.slides, token);
+      const Outputs outputs = attend(g, smem, taker, warp / GROUP_WARPS, warp, lane, ends);
+      int busy = 1;  // groups; those without a tile have added nothing
+      while (busy < GROUPS && tiles_of(ends, busy)) ++busy;
 #pragma unroll
-    for (int first = 0; first < HEADS; first += Sizes::HEADS_AT_ONCE) {
-      if (first) bar_sync(2, CONSUMERS);  // all have read the outputs of the heads before
-      store_outputs(outputs, smem, warp, lane, first);
-      bar_sync(3, CONSUMERS);
-      send_partials(g, smem, layer, warp, lane, ends, GROUP_WARPS * busy, first);
+      for (int first = 0; first < HEADS; first += Sizes::HEADS_AT_ONCE) {
+        // All have read the outputs of the heads before, or of the token before.
+        if (first || token) bar_sync(2, CONSUMERS);
+        store_outputs(outputs, smem, warp, lane, first);
+        bar_sync(3, CONSUMERS);
+        send_partials(g, smem, layer, warp, lane, ends, GROUP_WARPS * busy, first);
+      }
     }
   }
-  const int record = (int)blockIdx.x + CTAS * (warp / GROUP_WARPS);
-  if (warp % GROUP_WARPS == 0 && record < Q_ROWS / 32) {
-    const float y = merge_partials(g, smem, layer, record, lane);
-    publish(g.exchange + records_at(O_PROJ) + 3 * record,
-            smem + Layout::SCRATCH + 32 * (warp / GROUP_WARPS), y, 0, false, layer & 3, lane);
+  const int record = (int)blockIdx.x + CTAS * (warp / GROUP_WARPS), own_token = token_of(warp);
+  if (makes_records(warp) && record < Q_ROWS / 32) {
+    const float y = merge_partials(g, smem, layer, own_token, record, lane);
+    publish(exchange_of(g, own_token) + records_at(O_PROJ) + 3 * record,
+            smem + Layout::SCRATCH + 32 * (warp / GROUP_WARPS) + 128 * own_token, y, 0, false,
+            layer & 3, lane);
   }
   // Warps without records of the next exchange fetch what the next layer's heads would wait for.
   if (warp >= WARPS - 2 && layer + 1 < LAYERS)

@@ -76,6 +76,12 @@ DEV Deal make_deal(const Plan& p, int kind, int part, int group) {
   const int count = slots > first ? ((slots - first - 1) >> p.turn_log) + 1 : 0;
   return {rows, p.step, first, p.turn, count};
 }
+constexpr int DOWN_COLUMNS =
+    128 * PLAN_DOWN.lanes * (PLAN_DOWN.least + (PLAN_DOWN.extra > 0)) * PLAN_DOWN.across;
+DEV constexpr int most(int a, int b) { return a > b ? a : b; }
+constexpr int MOST_COLUMNS = most(most(HIDDEN, Q_ROWS), most(DOWN_COLUMNS, 128));
+// Of two tokens, what `Acts` reads of scales and sums: bytes of a plane, and planes of a token.
+constexpr int PLANE = MOST_COLUMNS / 8, TERM_PLANES = 3;
 // Blocks of a row that a group's warps have in slice `time`, and those of the warps before one.
 struct Width { int first, all, before, own; };
 DEV Width make_width(const Plan& p, int time, int group, int warp) {
