@@ -60,6 +60,13 @@ def test_llm_and_async_llm_take_the_same_options():
     assert dict(scores) == dict(others) | {"progress": scores["progress"]}
 
 
+def test_none_is_the_default_of_every_count():
+    """`tensor_parallel_size` started ranks, whose number was None, and waited for them."""
+    counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_spec_tokens")
+    with open_tiny(**dict.fromkeys((*counts, "seed", "threads", "tensor_parallel_size"))) as llm:
+        assert llm.config.tensor_parallel_size == 1
+
+
 def test_a_native_library_that_is_missing_is_a_warning(monkeypatch, caplog):
     """And not one that the user has left out."""
     for reason, value, level in (

@@ -31,7 +31,7 @@ def load_ranks(
     Raises:
         TiercelError: see `load_model`; or what another rank refused.
     """
-    if options.tensor_parallel_size == 1:
+    if options.tensor_parallel_size in (1, None):  # None is the default, as of every count
         return load_model(model, options, report)
     from tiercel.ipc.ranks import load_several  # one rank starts without it
 
