@@ -1,10 +1,14 @@
 """Options of `LLM`: wrong ones are refused by name."""
 
 import inspect
+import os
+import subprocess
+import sys
 
 import msgspec
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, open_tiny
 from tiercel.async_llm import AsyncLLM
 from tiercel.config import LoadOptions
@@ -65,6 +69,34 @@ def test_none_is_the_default_of_every_count():
     counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_spec_tokens")
     with open_tiny(**dict.fromkeys((*counts, "seed", "threads", "tensor_parallel_size"))) as llm:
         assert llm.config.tensor_parallel_size == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_can_load_a_model():
+    """Where PyTorch's threads have run before, and in the child they do not."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FORK, str(LLAMA)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.stdout, done.returncode) == ("True\n0\n", 0), done.stderr
+
+
+_FORK = """
+import os, signal, sys, torch
+from tiercel import LLM
+from tiercel.engine import load  # as the first LLM of a process does
+torch.set_num_threads(2)
+torch.ones(1 << 20).add(1)
+if child := os.fork():
+    print(os.waitpid(child, 0)[1])
+else:
+    signal.alarm(20)
+    with LLM(sys.argv[1], device="cpu", threads=2) as llm:
+        print(len(llm.logits([1, 2])) == 2, flush=True)
+    os._exit(0)
+"""
 
 
 def test_a_native_library_that_is_missing_is_a_warning(monkeypatch, caplog):

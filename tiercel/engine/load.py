@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +58,7 @@ MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_CONTEXT: Final = 131_072
 
 _LOG: Final = logging.getLogger(__name__)
+_IMPORTER: Final = os.getpid()  # not that of a fork
 Report = Callable[[str, int, int], None]
 
 
@@ -132,7 +134,7 @@ def load_model(
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)  # on which Triton launches
     peers.connect(config.device)
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(_torch_threads(config.threads))
     if config.device.type == "cpu":
         _LOG.log(_native_level(), "Native library: %s", describe_library(config.threads))
     if not config.packs_items:
@@ -154,6 +156,17 @@ def load_model(
         engine.runner.faults = faults
     matchers = peers.matchers(tokenizer, source.config.vocab_size)
     return LoadedModel(source, config, tokenizer, engine, matchers, faults, peers)
+
+
+def _torch_threads(count: int) -> int:
+    """Threads of PyTorch's operators. Those of OpenMP do not survive a fork: they are waited for.
+
+    count: of the engine; the native library's own threads are started anew after a fork.
+    """
+    if os.getpid() == _IMPORTER:
+        return count
+    _LOG.info("PyTorch uses one thread: this process is a fork of one that may have used more.")
+    return 1
 
 
 def _native_level() -> int:
