@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
 from benchmarks.model_shapes import SHAPES
 from benchmarks.op_timing import Case, main, relative_error
 from tests.fused_batch_step_model import HEAD_DIM, Step, expected_step, make_step
+from tiercel.kernels.fused import fused_batch_step as kernel
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape
 from tiercel.ops.decode_attention import decode_attention, prepare_decode_attention
 from tiercel.ops.fused_batch_step import fused_batch_step
@@ -30,6 +32,8 @@ MODELS = ("qwen3-8b", "qwen3-4b", "qwen3-14b")
 # Requests, and keys of each with the new one. A graph is made for the longest context.
 STEPS = ((1, 600), (2, 600), (4, 600), (8, 600), (16, 600), (2, 8192), (8, 8192))
 MIXTURE = [(), ("down", "v")]  # matrices of Q6_K, in turn
+# Units of a warp in flight while it attends, besides what is used.
+OTHER_AHEAD = (0, 2)
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,11 @@ def make_inputs(model: str, layers: int, tokens: int, keys: int) -> Inputs:
     return Inputs(step, make_exchange(step.weights.geometry.tail, device))
 
 
-def run(inputs: Inputs) -> None:
-    """All layers in one launch."""
+def run(inputs: Inputs, ahead: int) -> None:
+    """All layers in one launch, with so many units in flight while a warp attends."""
     step = inputs.step
-    fused_batch_step(step.heads, step.x, step.weights, step.batch)
+    with mock.patch.object(kernel, "AHEAD", ahead):
+        fused_batch_step(step.heads, step.x, step.weights, step.batch)
 
 
 def run_launches(inputs: Inputs) -> None:
@@ -87,16 +92,16 @@ def run_launches(inputs: Inputs) -> None:
         heads = heads if following is None else following
 
 
-def check(model: str, tokens: int) -> float:
+def check(model: str, tokens: int, ahead: int) -> float:
     """Relative error of the update of the residual over three layers, a request of three parts."""
     inputs = make_inputs(model, 3, tokens, 4200 if tokens == 1 else 600)
     expected, _ = expected_step(inputs.step)
     before = inputs.step.x.double().cpu()
-    run(inputs)
+    run(inputs, ahead)
     return relative_error(inputs.step.x.double().cpu() - before, expected - before)
 
 
-def make_case(model: str, tokens: int, keys: int) -> Case:
+def make_case(model: str, tokens: int, keys: int, ahead: int = kernel.AHEAD) -> Case:
     """A number of requests of one length."""
     shape = SHAPES[model]
     weights = make_inputs(model, len(MIXTURE) + 1, 1, 2).step.weights
@@ -104,10 +109,10 @@ def make_case(model: str, tokens: int, keys: int) -> Case:
     layer_bytes = sum(plane.nbytes for plane in planes) / len(MIXTURE)
     key_bytes = tokens * keys * 2 * 2 * shape.kv_heads * HEAD_DIM
     return Case(
-        name=f"{model}, {shape.layers} layers, {tokens} x {keys} keys",
+        name=f"{model}, {shape.layers} layers, {tokens} x {keys} keys, {ahead} ahead",
         make=lambda _: make_inputs(model, shape.layers, tokens, keys),
-        run=run,
-        check=lambda _: check(model, tokens),
+        run=lambda inputs: run(inputs, ahead),
+        check=lambda _: check(model, tokens, ahead),
         tolerance=3e-3,
         num_bytes=int(shape.layers * (layer_bytes + key_bytes)),
         peer=run_launches,
@@ -123,6 +128,9 @@ def cases(device: torch.device) -> Iterator[Case]:
     for model in MODELS:
         for tokens, keys in STEPS:
             yield make_case(model, tokens, keys)
+    for ahead in OTHER_AHEAD:
+        for tokens in (2, 8, 16):
+            yield make_case(MODELS[0], tokens, 600, ahead)
 
 
 if __name__ == "__main__":

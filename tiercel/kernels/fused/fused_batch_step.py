@@ -19,9 +19,6 @@ from torch import Tensor
 
 from tiercel.kernels.fused.fused_batch_step_geometry import (
     HEAD_DIM,
-    LAYER_BYTES,
-    MEETING_BYTES,
-    REQUEST_BYTES,
     SPAN,
     BatchStepGeometry,
 )
@@ -31,7 +28,7 @@ from tiercel.kernels.packed.packed_matvec import KernelPlanes
 from tiercel.kernels.runtime import rtc
 
 _LOG2_E = 1.4426950408889634
-_AHEAD = 1  # units of a warp in flight while its CTA attends: 37 KB an SM
+AHEAD = 1  # units of a warp in flight while its CTA attends: 37 KB an SM
 _MOST_TOKENS = 16
 
 
@@ -103,11 +100,8 @@ def parts_bytes(geometry: BatchStepGeometry, max_keys: int) -> int:
 
 
 def smem_bytes(tokens: int, geometry: BatchStepGeometry) -> int:
-    """Shared memory of a CTA: `Layout` of cuda/fused_layer_tail_products.cuh."""
-    tiles = -(-tokens // 8)
-    meeting = geometry.tail.smem_bytes(tiles)
-    rows = -(-(meeting + MEETING_BYTES) // 16) * 16
-    return rows + 2 * LAYER_BYTES + 8 * tiles * REQUEST_BYTES + 8
+    """Shared memory of a CTA."""
+    return geometry.smem_bytes(-(-tokens // 8))
 
 
 def cuda_source(tokens: int, geometry: BatchStepGeometry) -> rtc.KernelSource:
@@ -122,7 +116,7 @@ def cuda_source(tokens: int, geometry: BatchStepGeometry) -> rtc.KernelSource:
         ("HAS_NORMS", int(heads.has_norms)),
         ("BLOCK_SIZE", heads.block_size),
         ("SPAN", SPAN),
-        ("AHEAD", _AHEAD),
+        ("AHEAD", AHEAD),
     )
     return rtc.KernelSource("fused_batch_step", macros)
 

@@ -29,7 +29,6 @@ SPAN = 2048
 REQUEST_BYTES, LAYER_BYTES = 28, 224  # of Plan and Layer of the source
 _LEAST_SHARERS, _MOST_SHARERS = 2, 8  # query heads on a key/value head
 _WARPS = 16
-MEETING_BYTES = 136  # barriers of the attention
 _MATRICES = ("o", "gate_up", "down", "qk", "v")  # in order of their bits
 
 
@@ -73,6 +72,10 @@ class BatchStepGeometry(Struct, frozen=True):
     heads: Heads
     sixes: tuple[int, ...]
     max_tokens: int
+
+    def smem_bytes(self, tiles: int) -> int:
+        """Shared memory of a CTA, for so many tiles of 8 tokens."""
+        return smem_bytes(tiles, self.tail, self.heads.sharers)
 
     @property
     def columns(self) -> int:
@@ -141,7 +144,7 @@ def join_layers(
         8 * tiles
         for tiles in range(1, joined.max_tokens // 8 + 1)
         if attention_bytes(heads.sharers) <= joined.ring(tiles).slots * tiles * COLUMN_BYTES
-        and joined.smem_bytes(tiles) + step_bytes(tiles) <= SMEM_BYTES
+        and smem_bytes(tiles, joined, heads.sharers) <= SMEM_BYTES
     ]
     if not most:
         return Refusal(f"the attention of {heads.sharers} heads that share keys does not fit")
@@ -180,12 +183,12 @@ def _mask(tail: Geometry) -> int:
 
 def attention_bytes(sharers: int) -> int:
     """Shared memory of the attention, in the place of columns: `AttentionLayout` of the source."""
-    stats = sharers * (2 * HEAD_DIM + 64) + 8 * HEAD_DIM + 2 * sharers * (4 * HEAD_DIM + 16)
-    stats += 8 * _WARPS * sharers
-    tiles, parts = 2 * KEYS * HEAD_DIM, sharers * (4 * HEAD_DIM + 16)
-    return stats + _WARPS * max(tiles, parts)
+    stats = sharers * (2 * HEAD_DIM + 64 + 2 * (4 * HEAD_DIM + 16) + 8 * _WARPS)
+    return stats + _WARPS * max(2 * KEYS * HEAD_DIM, sharers * 4 * HEAD_DIM)
 
 
-def step_bytes(tiles: int) -> int:
-    """At most as much shared memory as a launch takes besides that of a tail: `Layout`."""
-    return MEETING_BYTES + 8 + 2 * LAYER_BYTES + 8 * tiles * REQUEST_BYTES + 8
+def smem_bytes(tiles: int, tail: Geometry, sharers: int) -> int:
+    """Shared memory of a CTA: `Layout` of cuda/fused_layer_tail_products.cuh."""
+    barriers = tail.smem_bytes(tiles) + 16 * sharers + 8
+    rows = -(-barriers // 16) * 16
+    return rows + 2 * LAYER_BYTES + 4 * HEAD_DIM + 8 * tiles * REQUEST_BYTES + 8

@@ -48,15 +48,17 @@ DEV void multiply_layers(const Args& g, u8* memory, u32 smem, int rank, int warp
   for (own.number = 0; own.number < g.num_layers; ++own.number) {
     const bool is_last = own.number + 1 == g.num_layers;
     bar_sync(4, 32 * (WARPS + 1));  // the layer's row is there, and all columns of x are read
-    own.layer = (const Layer*)(memory + Layout::ROWS) + (own.number & 1);
+    const u32 row = Layout::ROWS + (own.number & 1) * sizeof(Layer);
+    own.layer = {smem + row};
     own.find_left(is_last);
-    Attention attention = {g, memory, smem, rank, warp, lane, own.layer, own.number};
+    Attention attention = {g, memory, smem, rank, warp, lane, (const Layer*)(memory + row), own.number};
     attention.run([&] {
 #pragma unroll 1
       for (int i = 0; i < AHEAD; ++i) own.fetch_next();
     });
     fence_shared_writes();  // bulk copies follow
     bar_sync(3, 32 * (WARPS + 1));
+    own.lane = unknown(own.lane);  // no address is kept in registers while the warp attends
 #pragma unroll 1
     for (int i = AHEAD; i < STAGES; ++i) own.fetch_next();
     const u32 sixes = own.sixes();

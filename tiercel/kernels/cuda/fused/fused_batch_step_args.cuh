@@ -21,6 +21,7 @@ struct alignas(16) Layer {
   u16 *k_cache, *v_cache;             // (blocks, BLOCK_SIZE, KV_HEADS, D) fp16
   u64 sixes;                          // of MAYBE_SIXES
   u64 unused;
+  static constexpr int SIXES_AT = 5 * sizeof(Planes) + 6 * 8;
 };
 // A token, which is a request's newest.
 struct Request {

@@ -32,14 +32,12 @@
 // before it is over.
 struct AttentionLayout {
   static constexpr int QUERY_PITCH = 2 * D + 64, QUERIES = Layout::X;
-  // By a turn's parity: the new key, then its value; and by head the other CTA's outputs, maximum
-  // and sum.
-  static constexpr int KEY = QUERIES + GROUP * QUERY_PITCH, VALUE = KEY + 2 * D;
-  static constexpr int REMOTE_HEAD = 4 * D + 16, REMOTE = KEY + 2 * 4 * D;
+  // By a turn's parity and head: the other CTA's outputs, maximum and sum.
+  static constexpr int REMOTE_HEAD = 4 * D + 16, REMOTE = QUERIES + GROUP * QUERY_PITCH;
   static constexpr int STATS = REMOTE + 2 * GROUP * REMOTE_HEAD;  // maximum and sum by warp, head
   static constexpr int TILE = 2 * KEYS * D, TILES = STATS + WARPS * GROUP * 8;  // keys, by warp
   // By warp and head. Where there is no room for both, keys of a next item are asked for late.
-  static constexpr int PART_PITCH = 4 * D + 16, SIZE = WARPS * GROUP * PART_PITCH;
+  static constexpr int PART_PITCH = 4 * D, SIZE = WARPS * GROUP * PART_PITCH;
   static constexpr int END = Layout::SUMS, BEHIND = TILES + WARPS * TILE;
   static constexpr bool HAS_ROOM = BEHIND + SIZE <= END;
   static constexpr int PARTS = HAS_ROOM ? BEHIND : TILES;
@@ -191,7 +189,7 @@ struct Attention {
       keep(x, AttentionLayout::QUERIES + warp * AttentionLayout::QUERY_PITCH);
       return;
     }
-    keep(x, (which == 0 ? AttentionLayout::KEY : AttentionLayout::VALUE) + 4 * D * (turn & 1));
+    keep(x, Layout::NEW + 2 * D * which);
     const i64 slot = request(item.token).slot;
     if (slot < 0) return;
     u32* to = (u32*)((which == 0 ? layer->k_cache : layer->v_cache) +
@@ -312,7 +310,7 @@ struct Attention {
     if (lane < WARPS)
       own = *(const float2*)(memory + AttentionLayout::STATS + 8 * (lane * GROUP + warp));
     const bool has_new = rank == 0 && item.part == 0;
-    const u32 new_key = smem + AttentionLayout::KEY + 4 * D * (turn & 1) + 8 * lane;
+    const u32 new_key = smem + Layout::NEW + 8 * lane;
     float score = 0;
     if (has_new) {
       const uint2 q = load_shared<uint2>(smem + AttentionLayout::QUERIES +
@@ -342,7 +340,7 @@ struct Attention {
     }
     if (has_new) {
       const float w = exp2_approx(score - shift);
-      const uint2 value = load_shared<uint2>(new_key + AttentionLayout::VALUE - AttentionLayout::KEY);
+      const uint2 value = load_shared<uint2>(new_key + 2 * D);
       float x[4];
       unpack_fp16(value.x, x[0], x[1]), unpack_fp16(value.y, x[2], x[3]);
       all.sum += w;
@@ -366,7 +364,7 @@ struct Attention {
     const Sums own = add_warps();
     const u32 remote = smem + AttentionLayout::REMOTE +
                        (parity * GROUP + warp) * AttentionLayout::REMOTE_HEAD;
-    const u32 bar = smem + Layout::MET + 8 * (8 * parity + warp);
+    const u32 bar = smem + Layout::MET + 8 * (GROUP * parity + warp);
     if (rank != owner()) {
       wait_for_other();
       const float stats[4] = {own.most, own.sum, 0, 0};

@@ -84,10 +84,10 @@ struct Layout {
   static constexpr int EMPTY = FULL + 8 * BUFFERS * NT;  // by owner, buffer
   static constexpr int LOST = EMPTY + 16 * BUFFERS, START = LOST + 4;
 #if IS_STEP
-  static constexpr int MET = START + 4;     // by parity, head of the attention
-  static constexpr int READY = MET + 128;   // the other CTA attends, too
-  static constexpr int ROWS = (READY + 8 + 15) / 16 * 16, PLAN = ROWS + 2 * sizeof(Layer);
-  static constexpr int TOTAL = PLAN + sizeof(Plan);
+  static constexpr int MET = START + 4;            // by parity, head of the attention
+  static constexpr int READY = MET + 16 * GROUP;   // the other CTA attends, too
+  static constexpr int ROWS = (READY + 8 + 15) / 16 * 16, NEW = ROWS + 2 * sizeof(Layer);
+  static constexpr int PLAN = NEW + 4 * D, TOTAL = PLAN + sizeof(Plan);  // NEW: key, value
 #else
   static constexpr int TOTAL = START + 4;
 #endif
@@ -108,7 +108,7 @@ DEV void start_barriers(u8* memory, u32 smem) {
   for (int i = 0; i < BUFFERS * NT; ++i) mbar_init(smem + Layout::FULL + 8 * i, 1);
   for (int i = 0; i < 2 * BUFFERS; ++i) mbar_init(smem + Layout::EMPTY + 8 * i, NT);
 #if IS_STEP
-  for (int i = 0; i < 17; ++i) mbar_init(smem + Layout::MET + 8 * i, 1);  // and READY
+  for (int i = 0; i < 2 * GROUP + 1; ++i) mbar_init(smem + Layout::MET + 8 * i, 1);  // and READY
 #endif
   *(u32*)(memory + Layout::LOST) = 0;
   *(u32*)(memory + Layout::START) = clock_high();
@@ -203,8 +203,22 @@ DEV u32 place_of(int k, const Share& w) {
   const int first = V_IS_APART && tile >= QK_TILES ? QK_TILES : 0;
   return unit_at(first ? 4 : 3, tile - first, COLUMNS_X, i, w.rank, tile < QKV_TILES);
 }
+#if IS_STEP
+// A layer's row in shared memory.
+struct PlanesOfLayer {
+  u32 row;
+  DEV Planes operator[](u32 index) const {
+    const u32 at = row + sizeof(Planes) * index;
+    const uint4 a = load_shared<uint4>(at), b = load_shared<uint4>(at + 16);
+    return {pointer(a.x, a.y), pointer(a.z, a.w), pointer(b.x, b.y), pointer(b.z, b.w)};
+  }
+  DEV static const u8* pointer(u32 low, u32 high) { return (const u8*)((u64)high << 32 | low); }
+};
+#else
+typedef const Planes* PlanesOfLayer;
+#endif
 // From the matrices of a layer, o first; `sixes`: those of MAYBE_SIXES that are Q6_K.
-DEV void fetch(const Planes* matrices, u32 sixes, u32 place, u32 slot, int lane) {
+DEV void fetch(PlanesOfLayer matrices, u32 sixes, u32 place, u32 slot, int lane) {
   constexpr u32 ALWAYS = SIXES;
   const Planes& matrix = matrices[place >> 24];
   const u32 is_six = MAYBE_SIXES ? (SIXES | sixes) >> (place >> 24) : ALWAYS >> (place >> 24);
@@ -262,10 +276,10 @@ struct Multiplier {
   u32 sums, full, empty;          // of the rows' owner
   int step, at;                   // sums sent; columns of this warp's class
 #if IS_STEP
-  const Layer* layer;             // in shared memory
-  int number;                     // of it
-  DEV const Planes* matrices() const { return &layer->o; }
-  DEV u32 sixes() const { return MAYBE_SIXES ? (u32)layer->sixes : 0; }
+  PlanesOfLayer layer;
+  int number;  // of it
+  DEV PlanesOfLayer matrices() const { return layer; }
+  DEV u32 sixes() const { return MAYBE_SIXES ? load_shared<u32>(layer.row + Layer::SIXES_AT) : 0; }
   // Columns of a class in the layers before this one.
   DEV int before(int of) const {
     return number * (columns_of(COLUMNS_O, of) + 2 * columns_of(COLUMNS_X, of) +
