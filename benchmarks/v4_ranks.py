@@ -453,6 +453,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.split == "dp" and options.model != "flash":
         parser.error("--split dp shares experts, which a dense model does not have")
+    needed, there = 1 if options.alone else options.gpus, torch.cuda.device_count()
+    if options.device == "cuda" and needed > there:
+        parser.error(f"--gpus {options.gpus} needs {needed} GPUs, and here are {there}")
     whole = 43 if options.model == "flash" else 36
     run(
         Job(

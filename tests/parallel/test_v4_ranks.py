@@ -81,3 +81,11 @@ def differ(group):
         v4_ranks.check_bits(group, torch.full((5, 3), float(group.rank)))
     except SystemExit as error:
         raise AssertionError(str(error)) from None
+
+
+def test_gpus_that_are_not_there_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(v4_ranks, "run", lambda _: pytest.fail("no rank is started"))
+    monkeypatch.setattr("sys.argv", ["v4_ranks", "--gpus", "64"])
+    with pytest.raises(SystemExit):
+        v4_ranks.main()
+    assert "--gpus 64 needs 64 GPUs, and here are " in capsys.readouterr().err
