@@ -207,7 +207,7 @@ def test_the_default_model_answers_in_a_pipe(default_model):
     assert process.stdout.strip()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
     leader, follower = pty.openpty()
     process = subprocess.Popen(

@@ -376,7 +376,7 @@ def _resolve_in_child(catalogue_entry, queue):
     queue.put(hashlib.sha256(resolve("stand-in").read_bytes()).hexdigest())
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_two_processes_at_once_both_get_a_whole_file(entry, tmp_path):
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -389,7 +389,7 @@ def test_two_processes_at_once_both_get_a_whole_file(entry, tmp_path):
     assert files_of(tmp_path) == ["stand-in.gguf", "stand-in.gguf.lock", "stand-in.gguf.ok"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_killed_half_way_leaves_nothing_under_the_final_name(entry, fake_pip, tmp_path):
     script = textwrap.dedent(
         f"""

@@ -145,19 +145,19 @@ def start(model=MODEL):
     )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_two_processes_at_once_fetch_one_copy(server, folder):
     server.pause_s = 0.05
     children = [start() for _ in range(2)]
     for child in children:
-        output, error = child.communicate(timeout=60)
+        output, error = child.communicate(timeout=120)
         assert child.returncode == 0, error
         assert Path(output.strip()).read_bytes() == GGUF
     assert len(server.asked("/storage/")) == 1
     assert not leftovers(folder)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_killed_process_leaves_a_part_that_is_continued(server, folder):
     server.pause_s = 0.3
     child = start()
