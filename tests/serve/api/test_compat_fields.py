@@ -65,17 +65,25 @@ def test_the_fields_of_llama_server_are_all_known(path):
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_a_field_without_effect_here_is_refused_unless_neutral(name, path):
-    own = NEUTRAL[name]
-    calls = [{name: value} for value in (None, *own)]
-    calls += [{name: float(v)} for v in own if isinstance(v, int) and not isinstance(v, bool)]
-    calls = [("POST", path, {"json": {**BODIES[path], **fields}}) for fields in calls]
-    for response in ask(*calls, is_strict=True):
-        assert response.status_code == 200, response.text
-        assert "x-tiercel-ignored" not in response.headers
-    error = refusal(path, {name: 0.25})
-    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+def test_fields_without_effect_here_are_refused_unless_neutral(path):
+    def call(name, value):
+        return ("POST", path, {"json": {**BODIES[path], name: value}})
+
+    sound = []
+    for name, own in NEUTRAL.items():
+        floats = [float(v) for v in own if isinstance(v, int) and not isinstance(v, bool)]
+        sound += [(name, value) for value in (None, *own, *floats)]
+    answers = ask(*(call(*field) for field in sound), is_strict=True)
+    for field, response in zip(sound, answers, strict=True):
+        assert response.status_code == 200, (field, response.text)
+        assert "x-tiercel-ignored" not in response.headers, field
+    client = FakeClient()
+    refused = ask(*(call(name, 0.25) for name in NEUTRAL), client=client)
+    for name, response in zip(NEUTRAL, refused, strict=True):
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert not client.submitted
 
 
 def test_numbers_and_booleans_are_not_each_other():
