@@ -15,7 +15,6 @@ from tiercel.cli.terminal import ProgressReporter, UsageError
 
 if TYPE_CHECKING:
     from tiercel.bench.kernels import KernelRow
-    from tiercel.engine.load import LoadedModel
 
 MOST_TOKENS = 65_536
 _CASE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,6})", re.ASCII)
@@ -65,7 +64,6 @@ def bench_kernels(
             max_model_len=max(contexts, default=512) + 1,
             max_num_seqs=max((requests for requests, _ in shapes), default=1),
         )
-        _check_model(loaded)
         from tiercel.bench.kernels import KernelReport, KernelRow, kernel_table
         from tiercel.profiling.device_timing import measure_ceilings
         from tiercel.profiling.kernel_times import AttentionCase, measure_kernels
@@ -99,14 +97,6 @@ def bench_kernels(
     bars = (names, [100 * row.of_ceiling for row in done], "percent of the ceiling")
     show(told, result, kernel_table(done), json, plot, bars)
     return 130 if is_partial else 0
-
-
-def _check_model(loaded: LoadedModel) -> None:
-    if not loaded.engine.runner.model.timed_products():
-        raise UsageError(
-            f"kernels of {loaded.source.config.arch} are not timed one by one.",
-            hint="Use bench speed.",
-        )
 
 
 def _parse_cases(text: str) -> list[tuple[int, int]]:

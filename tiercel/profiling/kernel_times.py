@@ -73,9 +73,15 @@ def measure_kernels(
         report: called with what is measured next.
 
     Raises:
-        ArgumentError: a case does not fit the cache.
+        ArgumentError: a case does not fit the cache, or the model names no kernels.
     """
-    for product in loaded.engine.runner.model.timed_products():
+    products = loaded.engine.runner.model.timed_products()
+    if not products:
+        raise ArgumentError(
+            f"kernels of {loaded.source.config.arch} are not timed one by one.",
+            hint="Use bench speed.",
+        )
+    for product in products:
         for count in tokens:
             report(f"Measuring {product.name}, {count} tokens")
             yield _time_product(loaded, product, count, seconds)
