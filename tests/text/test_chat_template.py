@@ -390,6 +390,7 @@ def test_model_without_template_offers_raw_generation():
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
         encode_chat(tokenizer, None, USER)
     assert "generate" in caught.value.hint
+    assert "/v1/completions" in caught.value.hint  # what a client of the server can do
 
 
 def test_template_of_a_file_gets_its_token_names(worker):

@@ -200,7 +200,7 @@ class Model(Protocol):
         """
 
     def timed_products(self) -> Sequence[TimedProduct]:
-        """The model's matrix products; none: profiling leaves them out."""
+        """The model's matrix products; none: they are not profiled."""
 
     def timed_attention(self, batch: Batch) -> Sequence[TimedAttention]:
         """The model's attention in a step, by kind of layer; none: profiling leaves it out."""

@@ -403,7 +403,9 @@ class _Rendering:
         """The output of the template, still with sentinels."""
         if template is None:
             error = _template_error(_NO_TEMPLATE)
-            error.hint = "Send a raw prompt instead: `tiercel generate`, or `LLM.generate`."
+            error.hint = (
+                "Send a raw prompt: POST /v1/completions, `tiercel generate` or `LLM.generate`."
+            )
             raise error
         cover = self._shield.cover
         return template.render(
