@@ -112,9 +112,7 @@ def load_fused_layer_tail(geometry: Geometry, device: torch.device) -> None:
         cuda_source(tokens, geometry): smem_bytes(tokens, geometry)
         for tokens in range(8, geometry.max_tokens + 1, 8)
     }
-    rtc.fill_cache(list(sources), rtc.device_arch(device))
-    for source, smem in sources.items():
-        rtc.load_kernel(source, device, smem)
+    rtc.load_kernels(sources, device)
 
 
 def make_args(

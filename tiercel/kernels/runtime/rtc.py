@@ -21,7 +21,7 @@ import importlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
@@ -292,6 +292,21 @@ def fill_cache(sources: Iterable[KernelSource], arch: str, folder: Path | None =
     if len(missing) > 1:  # the compiler leaves Python alone: 140 in 4 s on 16 cores
         with ThreadPoolExecutor(len(missing)) as pool:
             list(pool.map(lambda source: load_cubin(source, arch, folder), missing))
+
+
+def load_kernels(sources: Mapping[KernelSource, int], device: torch.device) -> None:
+    """Load several kernels, compiled side by side where the cache lacks them.
+
+    Args:
+        sources: each with its bytes of shared memory.
+        device: a CUDA device.
+
+    Raises:
+        InternalError: as `load_kernel`.
+    """
+    fill_cache(list(sources), device_arch(device))
+    for source, smem in sources.items():
+        load_kernel(source, device, smem)
 
 
 def _read_entry(path: Path) -> bytes | None:
