@@ -177,29 +177,33 @@ def make_inputs(
     return replace(together, alone=tuple(split_tokens(together)))
 
 
+def alone(batch: Batch, token: int) -> Batch:
+    """A token's own batch; of one request a later token finds the earlier ones in the cache."""
+    each = batch.num_tokens // batch.num_reqs
+    request, one = token // each, slice(token, token + 1)
+    length = batch.context_lens[request] - (each - 1 - token % each)
+    return replace(
+        batch,
+        input_ids=batch.input_ids[one],
+        positions=batch.positions[one],
+        cu_seqlens_q=batch.cu_seqlens_q[:2] // each,
+        seq_lens=torch.full_like(batch.seq_lens[:1], length),
+        rows=batch.rows[request : request + 1],
+        slot_mapping=batch.slot_mapping[:, one].contiguous(),
+        query_lens=(1,),
+        context_lens=(length,),
+        num_tokens=1,
+        num_reqs=1,
+        max_query_len=1,
+    )
+
+
 def split_tokens(inputs: Inputs) -> list[Inputs]:
-    """Each token alone; of one request the second finds the first in the cache."""
-    batch, tokens = inputs.batch, inputs.batch.num_tokens
-    each, found = tokens // batch.num_reqs, []
-    for token in range(tokens):
-        request, one = token // each, slice(token, token + 1)
-        length = batch.context_lens[request] - (each - 1 - token % each)
-        alone = replace(
-            batch,
-            input_ids=batch.input_ids[one],
-            positions=batch.positions[one],
-            cu_seqlens_q=batch.cu_seqlens_q[:2] // each,
-            seq_lens=torch.full_like(batch.seq_lens[:1], length),
-            rows=batch.rows[request : request + 1],
-            slot_mapping=batch.slot_mapping[:, one].contiguous(),
-            query_lens=(1,),
-            context_lens=(length,),
-            num_tokens=1,
-            num_reqs=1,
-            max_query_len=1,
-        )
-        found.append(Inputs(inputs.x[one], inputs.caches, alone))
-    return found
+    """Each token alone."""
+    return [
+        Inputs(inputs.x[token : token + 1], inputs.caches, alone(inputs.batch, token))
+        for token in range(inputs.batch.num_tokens)
+    ]
 
 
 class OracleLayers:
@@ -247,12 +251,12 @@ def find_error(name: str, mixture: str, inputs: Inputs) -> float:
     model = make_model(name, mixture, inputs.x.device)
     out = step(name, mixture, inputs).clone()
     turn, shape, errors = model.weights.ropes[0][0], model.geometry.shape, []
-    for alone, row in zip(inputs.alone, out, strict=True):
-        if not torch.equal(step(name, mixture, alone)[0], row):
+    for own, row in zip(inputs.alone, out, strict=True):
+        if not torch.equal(step(name, mixture, own)[0], row):
             return math.inf
-        layers = OracleLayers(model, alone)
+        layers = OracleLayers(model, own)
         expected, _ = oracle.fused_decode_step(
-            alone.x[0], layers, turn, EPS, SCALE, activation=shape.activation
+            own.x[0], layers, turn, EPS, SCALE, activation=shape.activation
         )
         errors.append(relative_error(row, expected))
     return max(errors)
@@ -270,7 +274,7 @@ def make_case(
     of_tokens = f" tokens={tokens} requests={requests}" if tokens > 1 else ""
 
     def run_apart(inputs: Inputs) -> list[Tensor]:
-        return [step(name, mixture, alone) for alone in inputs.alone]
+        return [step(name, mixture, own) for own in inputs.alone]
 
     return Case(
         name=f"{name} {mixture} depth={depth}{of_tokens}",

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.fused_decode_step import alone
 from tests import fused_decode_step_on_cpu
 from tests.fused_decode_step_model import V_AND_DOWN, make_shape
 from tests.ops.test_fused_decode_step import (
@@ -67,27 +68,6 @@ def make_pair(lengths, device, *, is_one=False):
         max_query_len=2 // requests,
         max_seq_len=max(lengths),
     ), 2 * most + 1
-
-
-def alone(batch, token):
-    """The batch of one of its tokens."""
-    request = token if batch.num_reqs == 2 else 0
-    length = batch.context_lens[request] - (1 - token if batch.num_reqs == 1 else 0)
-    one = slice(token, token + 1)
-    return replace(
-        batch,
-        input_ids=batch.input_ids[one],
-        positions=batch.positions[one],
-        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=batch.rows.device),
-        seq_lens=torch.tensor([length], dtype=torch.int32, device=batch.rows.device),
-        rows=batch.rows[request : request + 1],
-        slot_mapping=batch.slot_mapping[:, one].contiguous(),
-        query_lens=(1,),
-        context_lens=(length,),
-        num_tokens=1,
-        num_reqs=1,
-        max_query_len=1,
-    )
 
 
 def make_planes(model, num_blocks, batch, device):
